@@ -21,6 +21,8 @@ from processes import STARTING
 # A shell starts background jobs with Ctrl-C ignored, and children inherit that. The tests press Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# A collection during the imports would look through ever more objects that stay.
+gc.disable()
 # The worker's kernels must split their work as the local ones do. Otherwise sums differ in the last bit.
 torch.set_num_threads(1)
 
@@ -29,8 +31,6 @@ torch.set_num_threads(1)
 # 0.1 s, and four times that beside another test.
 for _name in ("torch.distributed.tensor", "torch._dynamo"):
     importlib.import_module(_name)
-gc.collect()
-gc.freeze()
 
 _shared: list[object] = []
 
@@ -41,6 +41,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _usable() -> bool:

@@ -42,7 +42,12 @@ def follow_determinism(session: Session) -> None:
 def _followed(change: Callable[..., None]) -> Callable[..., None]:  # type: ignore[explicit-any]
     # torch's functions take arguments of their own.
     def changed(*args: object, **kwargs: object) -> None:
+        before = _switches()
         change(*args, **kwargs)
+        # Dynamo sets them to what they are after each compilation. Workers would look through their kernels'
+        # warnings anew, import Dynamo for the call, and lose what `dr.config` has set.
+        if _switches() == before:
+            return
         if active and active[0].closed is None and not active[0].foreign:
             session = active[0]
             # Two threads that switch at the same time come to every node in one order.

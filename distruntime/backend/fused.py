@@ -7,9 +7,11 @@ see install.py.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -27,9 +29,11 @@ from ..operators.new_calls import common_place
 from ..operators.propagate import Operator
 from ..operators.proxies import AUTOCAST_KEY, wrap
 from ..operators.signatures import template
+from ..operators.special import ctc_loss
 from ..operators.transfer import upload
 from ..session.stalls import before_wait
 from ..tensors.tensor import DistributedTensor
+from .on_import import when_imported
 
 _aten = torch.ops.aten
 # torch calls each kernel with the arguments of its own operator, which no one type says.
@@ -149,6 +153,27 @@ def _choice(
     return torch._fused_sdp_choice(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def install_flex_attention() -> None:
+    """Let `flex_attention` take remote tensors, once a script imports it."""
+    when_imported("torch.nn.attention.flex_attention", _take_flex_attention)
+
+
+def _take_flex_attention(module: ModuleType) -> None:
+    require = module._validate_device
+
+    def allow(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        if query.device.type != "remote":
+            require(query, key, value)
+
+    module._validate_device = allow  # type: ignore[attr-defined]
+    # torch would trace its backward pass with fake tensors that claim "remote", for which autograd has no
+    # thread. The formula is differentiated as it runs. It computes all scores, as torch does uncompiled.
+    operator = module.flex_attention_hop
+    formula = sys.modules[operator.__class__.__module__].math_attention
+    for key in (torch._C.DispatchKey.AutogradLazy, DistributedTensor):
+        operator.py_impl(key)(formula)
 
 
 # -- recurrent layers ----------------------------------------------------------------------------------------
@@ -401,6 +426,7 @@ def _specs(op: Operator, args: Sequence[object], kwargs: dict[str, object]) -> l
 
 KERNELS: dict[Operator, Kernel] = {
     _aten.scaled_dot_product_attention.default: attention,
+    _aten.ctc_loss.Tensor: lambda *args: ctc_loss(DistributedTensor, _aten.ctc_loss.Tensor, args, {}),
     **{
         op: recurrent(op)
         for packet in (_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu)

@@ -15,13 +15,16 @@ import struct
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import NoReturn
 
 import torch
 
 from ..errors import NotSupportedError, of_caller, without_our_frames
 from ..log.handle import Residence, new_value
+from ..log.log import relieve
 from ..log.spec import spec
+from ..operators.ask_worker import unanswered
 from ..operators.new_calls import draws
 from ..operators.propagate import Operator
 from ..operators.proxies import wrap
@@ -30,6 +33,7 @@ from ..session.spelling import indexed, is_remote
 from ..tensors.tensor import DistributedTensor
 from ..tensors.worker_functions import issue_function
 from ..wire.shield import shield
+from .on_import import when_imported
 
 _Own = torch._C.Generator
 # torch seeds a new generator so.
@@ -147,14 +151,39 @@ class RemoteGenerator(Generator):
                     f"the generator draws on {self._home.place}, and {func} on {place.place}"
                 )
             )
+        if "out" in kwargs:
+            return self._draw_into(func, args, kwargs, place)
+        relieve(place.node)
         # Another thread that draws comes before or after.
         # Ctrl-C waits until the place draws from its own state again.
         with shield, place.node.lock:
             own = self._exchange(self._state)
+            unanswered.now = True
             try:
                 return func(*args, **kwargs)
             finally:
+                unanswered.now = False
                 self._state = self._exchange(own)
+
+    def _draw_into(
+        self, func: Operator, args: Sequence[object], kwargs: Mapping[str, object], place: Residence
+    ) -> torch.Tensor:
+        """Draw, and copy: how large `out` must be may be known to the worker alone."""
+        overload = func._overloadname.removesuffix("out").removesuffix("_") or "default"
+        plain: Operator = getattr(func.overloadpacket, overload)
+        out, rest = kwargs["out"], {name: value for name, value in kwargs.items() if name != "out"}
+        assert isinstance(out, torch.Tensor)
+        if any(argument.name == "dtype" for argument in plain._schema.arguments):
+            rest |= {"dtype": out.dtype, "device": place.lazy}
+        drawn = self.draw(plain, args, rest, place)
+        assert isinstance(drawn, torch.Tensor)
+        if drawn.dtype != out.dtype:
+            raise of_caller(
+                RuntimeError(f"Expected out tensor to have dtype {drawn.dtype}, but got {out.dtype} instead")
+            )
+        if out.shape != drawn.shape:
+            out.resize_(drawn.shape)
+        return out.copy_(drawn)
 
     def _exchange(self, state: DistributedTensor) -> DistributedTensor:
         """Have the worker draw from `state` from now on; return the one that it drew from."""
@@ -221,10 +250,27 @@ def _draw(
     found = _remote.get(generator.initial_seed())
     if found is None:
         return NotImplemented
-    return found.draw(func, args, {**kwargs, "generator": None}, place())
+    given = [None if value is generator else value for value in args]
+    named = {name: None if value is generator else value for name, value in kwargs.items()}
+    return found.draw(func, given, named, place())
+
+
+def _break_graphs(module: ModuleType) -> None:
+    """Have `torch.compile` break its graph where a remote generator is used, as it does at torch's own.
+
+    It would hand the C++ of a draw an empty generator.
+    """
+    variable = module.TorchScriptObjectVariable
+    own = variable.is_matching_cls
+
+    def is_matching_cls(cls: type) -> bool:
+        return not issubclass(cls, RemoteGenerator) and own(cls)
+
+    variable.is_matching_cls = staticmethod(is_matching_cls)
 
 
 def install_generators() -> None:
     """Let `torch.Generator` make generators for places, from now on."""
     torch.Generator = Generator  # type: ignore[misc]
     draws.append(_draw)
+    when_imported("torch._dynamo.variables.script_object", _break_graphs)

@@ -29,6 +29,7 @@ from ..operators.propagate import Operator
 from ..operators.special import SPECIAL
 from ..session.session import active, active_session
 from ..session.spelling import named, require_alone, twin_on
+from ..tensors.parameters import install_parameters, keeping
 from ..tensors.subclasses import install_subclasses, plain_operands
 from ..tensors.tensor import DistributedTensor
 from .accelerator import install_accelerator
@@ -36,15 +37,15 @@ from .autocast import install_autocast
 from .default_dtype import install_default_dtype
 from .determinism import install_determinism
 from .device_module import RemoteModule
-from .fused import KERNELS, Kernel
+from .fused import KERNELS, Kernel, install_flex_attention
 from .generators import install_generators
 from .lazy_modules import install_materialize, set_aside
 from .libraries import install_libraries
-from .no_dynamo import hide
+from .no_dynamo import hide, install_op_by_op
 from .no_memory import install_no_memory
 from .random import fork_rng
 from .storages import install_storages
-from .torch_load import load
+from .torch_load import install_load
 from .torch_save import save
 
 _aten = torch.ops.aten
@@ -111,17 +112,20 @@ def install() -> None:
     _optimizer._foreach_supported_types.append(DistributedTensor)
     torch.nn.Module._apply = _apply_across  # type: ignore[method-assign]
     torch.nn.Module.to = _to_place  # type: ignore[method-assign, assignment]
-    torch.load = load
+    install_load()
     torch.save = save
     torch.random.fork_rng = fork_rng  # type: ignore[assignment]
     install_materialize()
     install_storages()
     install_generators()
     install_subclasses()
+    install_parameters()
     install_no_memory()
     install_libraries()
     install_default_dtype()
     install_determinism()
+    install_op_by_op()
+    install_flex_attention()
     SPECIAL.update(COPIES)
     threading.Thread(target=_import_ahead, name="distruntime-imports", daemon=True).start()
     torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]
@@ -299,7 +303,8 @@ def _convert(self: torch.nn.Module, fn: Convert, recurse: bool) -> torch.nn.Modu
     future = torch.__future__
     future.set_swap_module_params_on_conversion(True)
     try:
-        return _apply(self, fn, recurse)
+        with keeping(self.parameters(recurse)):
+            return _apply(self, fn, recurse)
     finally:
         future.set_swap_module_params_on_conversion(False)
 

@@ -1,4 +1,9 @@
-"""Keeping `torch.compile` out of this package, so that code which touches proxies compiles to graph breaks.
+"""Keeping `torch.compile` away from remote tensors: what it has compiled runs op by op where it gets one.
+
+A proxy has nothing to compile, so Dynamo would break the graph at each operator, and would raise where
+`fullgraph=True` forbids that. A compiled function looks at what it is called with, and runs as it was written
+if that is remote. What it cannot see there (a global) compiles to graph breaks, because Dynamo neither
+compiles this package nor looks into it.
 
 `torch._dynamo.disable` would wrap the hot path in a Python function of 1 us per operator, and its import
 costs a second. Marking the functions and their code objects costs neither.
@@ -6,11 +11,22 @@ costs a second. Marking the functions and their code objects costs neither.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
-from collections.abc import Iterator
-from types import CodeType, FunctionType
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
 
+import torch
 from torch._C._dynamo import eval_frame
+
+from ..session.session import active
+from ..session.spelling import is_remote
+from ..tensors.tensor import DistributedTensor
+from .on_import import when_imported
+
+_Function = Callable[..., Any]  # type: ignore[explicit-any]
 
 
 def _functions(value: object, module: str) -> Iterator[FunctionType]:
@@ -49,3 +65,73 @@ def hide(package: str) -> None:
                 function._torchdynamo_disable = True  # type: ignore[attr-defined]
                 function._torchdynamo_disable_msg = "remote tensors run on their workers"  # type: ignore[attr-defined]
                 _skip(function.__code__, strategy)
+
+
+def install_op_by_op() -> None:
+    """Let compiled functions run as they were written where they are called with remote tensors."""
+    when_imported("torch._dynamo.eval_frame", _watch_calls)
+    inductor = torch._TorchCompileInductorWrapper
+    inductor.__call__ = _compiling(inductor.__call__)  # type: ignore[method-assign]
+
+
+def _watch_calls(module: ModuleType) -> None:
+    context = module._TorchDynamoContext
+    own = context.__call__
+
+    @functools.wraps(own)
+    def __call__(self: Any, fn: Any) -> Any:  # type: ignore[explicit-any]
+        made = own(self, fn)
+        # torch.export looks into the function itself.
+        if not isinstance(self, module.OptimizeContext) or self.export or not isinstance(made, FunctionType):
+            return made
+        original = made._torchdynamo_orig_callable  # type: ignore[attr-defined]
+
+        @functools.wraps(made)
+        def call(*args: object, **kwargs: object) -> object:
+            if active and (_remote(original) or _remote(args) or _remote(kwargs)):
+                return original(*args, **kwargs)
+            return made(*args, **kwargs)
+
+        # Dynamo tells by it that this is the wrapper, and no function that a user wrapped around it.
+        call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]
+        return call
+
+    context.__call__ = __call__
+
+
+def _remote(value: object) -> bool:
+    """Whether a remote tensor is in what a function is called with, or in what it is bound to."""
+    if isinstance(value, torch.Tensor):
+        return isinstance(value, DistributedTensor) or is_remote(value.device)
+    if isinstance(value, (list, tuple)):
+        return any(map(_remote, value))
+    if isinstance(value, dict):
+        return any(map(_remote, value.values()))
+    if isinstance(value, torch.nn.Module):
+        # Modules are in one place, but for those that pass their tensors on.
+        return _remote(next(value.parameters(), None))
+    if isinstance(value, torch.optim.Optimizer):
+        return any(_remote(group["params"][:1]) for group in value.param_groups)
+    if isinstance(value, MethodType):
+        return _remote(value.__self__)
+    if isinstance(value, FunctionType):
+        return any(_remote(variable) for variable in _closure(value))
+    return False
+
+
+def _closure(function: FunctionType) -> Iterator[object]:
+    for cell in function.__closure__ or ():
+        # It raises where the variable has no value yet.
+        with contextlib.suppress(ValueError):
+            yield cell.cell_contents
+
+
+def _compiling(own: _Function) -> _Function:
+    @functools.wraps(own)
+    def choose(self: object, graph: torch.fx.GraphModule, inputs: object, **kwargs: object) -> object:
+        """Hand the graph back if a remote tensor is made in it: Inductor writes kernels for this process."""
+        if any(_remote(node.meta.get("example_value")) for node in graph.graph.nodes):
+            return graph.forward
+        return own(self, graph, inputs, **kwargs)
+
+    return choose

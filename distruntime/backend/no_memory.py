@@ -14,17 +14,19 @@ from ..tensors.tensor import DistributedTensor
 
 _pin = torch.Tensor.pin_memory
 _dlpack = torch._C._to_dlpack
+# Take-over puts another function there, which tells of the workers' GPUs.
+_has_gpu = torch.cuda.is_available
 
 
 @functools.wraps(_pin)
 def pin_memory(self: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
     """Pin as torch does where a GPU of this process is to copy from it.
 
-    Otherwise return the tensor as it is: an upload does not need pinned memory. torch would look for memory
-    of the device "remote", and raise.
+    Otherwise return the tensor as it is, also for a place: an upload does not need pinned memory. torch would
+    look for memory of the device "remote", and raise.
     """
-    if device is None and active and not isinstance(self, DistributedTensor):
-        return _pin(self, "cuda") if torch.cuda.is_available() else self
+    if active and not isinstance(self, DistributedTensor) and (device is None or is_remote(device)):
+        return _pin(self, "cuda") if _has_gpu() else self
     return _pin(self) if device is None else _pin(self, device)
 
 

@@ -233,14 +233,14 @@ class Residence:
 class Storage:
     """The memory that a tensor and its views share.
 
-    `spec` is what it was made for; it tells how large the memory is when only a view is left. `written` is
-    the position in the log of the last instruction that changes it. `order` says which streams used it, once
-    there are several: see order.py.
+    `spec` is the largest that it was made for; it tells how large the memory is when only a view is left.
+    `written` is the position in the log of the last instruction that changes it. `order` says which streams
+    used it, once there are several: see order.py.
     """
 
     __slots__ = (
         "__weakref__",
-        "address",
+        "addresses",
         "given",
         "kin",
         "order",
@@ -251,8 +251,8 @@ class Storage:
         "written",
     )
 
-    # This is what `data_ptr()` tells, once somebody has asked: see remote_storage.py.
-    address: int
+    # These are the numbers that `data_ptr()` tells, once somebody has asked: see remote_storage.py.
+    addresses: range
 
     # The values that one instruction made together with this memory, and the memory of each. Set only where
     # it made several, so that an operation with one result pays nothing: see `relate`. The references are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -36,11 +37,26 @@ PENDING.size, PENDING.stride, PENDING.offset, PENDING.dtype, PENDING.bits = (
 )
 
 
+class _Unanswered(threading.local):
+    """Whether this thread must not wait, as it holds the lock that the reader of the answer may need."""
+
+    now = False
+
+
+unanswered = _Unanswered()
+
+
 def ask(call: Call) -> Any:
     """Issue a call whose results only the worker can describe.
 
     Wait for the description: one round trip.
     """
+    if unanswered.now:
+        raise NotSupportedError(
+            f"{call.func} with a generator at a place: only the worker knows what it returns, and a draw "
+            "does not wait. Leave the generator out and seed with torch.manual_seed(...), which reaches the "
+            "workers"
+        )
     results = _asked(call)
     # The user's filters may raise a warning, and what was written must have its new metadata before.
     session_of_log(call.place.node).show_warnings()
@@ -160,8 +176,9 @@ def _joined(
         target = whole.get(id(found[0]))
         if target is None:
             return wrap(cls, mesh_of(mesh_log, home, [t._handle for t in found]))
-        # It was written, and resized on the way.
+        # It was written, and resized on the way: the mesh's tensor gets its members' sizes.
         if target._handle.spec is not found[0]._handle.spec:
+            mesh_of(mesh_log, home, [t._handle for t in found], target._handle)
             reshape_wrapper(target, found[0]._handle.spec)
         return target
     # Tensors are equal where all members' are; of any other number that is read, the first member's counts.

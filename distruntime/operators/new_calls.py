@@ -23,6 +23,7 @@ from ..session.session import active_session
 from ..wire.messages import CHECK, WATCH
 from .ask_worker import ask
 from .explicit import WORKERS_DEFAULT, depends, promoted, to_promote, with_dtype
+from .member_views import names_member
 from .owners import owner
 from .propagate import NeedsWorker, New, Outcome, Result, aliases, propagate, tensors_of
 from .proxies import wrap
@@ -52,10 +53,19 @@ def _flat(results: list[Result]) -> list[Result]:
     return [leaf for r in results for leaf in (_flat(r) if isinstance(r, list) else [r])]
 
 
+def _generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator | None:
+    """Return the generator among the arguments of a call; some operators take it by position."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch._C.Generator):
+            return value
+    return None
+
+
 def _vary(values: Sequence[Any]) -> bool:
     """Whether numbers among the arguments differ from member to member."""
     return any(
-        type(a) is torch.SymInt or (type(a) is list and any(type(item) is torch.SymInt for item in a))
+        (type(a) is torch.SymInt and not names_member(a))
+        or (type(a) is list and any(type(item) is torch.SymInt for item in a))
         for a in values
     )
 
@@ -85,10 +95,9 @@ def first_time(
         return emit(cls, entry, words, args, kwargs, where, user_line())
     if for_each_member and _vary((*args, *kwargs.values())):
         return for_each_member[0](func, args, kwargs)
-    if kwargs.get("generator") is not None and draws:
-        drawn = draws[0](
-            kwargs["generator"], func, args, kwargs, lambda: common_place(cls, func, args, kwargs)
-        )
+    generator = _generator(args, kwargs)
+    if generator is not None and draws:
+        drawn = draws[0](generator, func, args, kwargs, lambda: common_place(cls, func, args, kwargs))
         if drawn is not NotImplemented:
             return drawn
     special = specials.get(func._schema.name)
@@ -251,8 +260,9 @@ def create(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: 
     place = active_session().places.meant(kwargs.get("device"))
     place.node.session.require_open()
     place.node.require_alive()
-    if kwargs.get("generator") is not None and draws:
-        drawn = draws[0](kwargs["generator"], func, args, kwargs, lambda: place)
+    generator = _generator(args, kwargs)
+    if generator is not None and draws:
+        drawn = draws[0](generator, func, args, kwargs, lambda: place)
         if drawn is not NotImplemented:
             return drawn
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}

@@ -258,9 +258,14 @@ def _result(func: torch._ops.OpOverload, same: dict[int, int], value: Any, alias
             return Same(same[id(value)])
         if value.layout is not torch.strided or value.is_quantized:
             what = value.layout if value.layout is not torch.strided else "quantized"
+            gradient = (
+                ". If it is the gradient of an embedding, make that with sparse=False"
+                if value.layout is torch.sparse_coo
+                else ""
+            )
             raise NotSupportedError(
                 f"{func}: the result would be {what}; remote tensors are strided only. "
-                "Fetch the operands and compute locally"
+                f"Fetch the operands and compute locally{gradient}"
             )
         return New(spec_of(value), alias)
     if isinstance(value, (list, tuple)):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..log.handle import Handle
+from ..log.handle import Handle, Storage
 from ..log.spec import Spec
 
 # A wrapper's null storage claims so many bytes, so that operators that change metadata can set any size.
@@ -41,5 +41,15 @@ def wrap(cls: type, handle: Handle) -> Any:
 
 def reshape_wrapper(proxy: Any, spec: Spec) -> None:
     """Give a proxy other metadata, below Python dispatch."""
-    proxy._handle.spec = spec
+    handle = proxy._handle
+    handle.spec = spec
+    _grow(handle.storage, spec)
     torch.ops.aten.as_strided_.default.redispatch(_BELOW_PYTHON, proxy, spec.size, spec.stride, spec.offset)
+
+
+def _grow(storage: Storage, spec: Spec) -> None:
+    """Note that a memory is as large as a tensor that it now has needs; it never shrinks."""
+    if spec.extent > storage.spec.extent:
+        storage.spec = spec
+    if storage.resized is not None:
+        storage.resized = max(storage.resized, spec.extent)

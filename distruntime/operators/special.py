@@ -16,6 +16,7 @@ from ..errors import NotSupportedError, of_caller
 from ..log.handle import Residence
 from ..log.line import user_line
 from .ask_worker import ask
+from .member_views import member, member_backward
 from .proxies import wrap
 from .signatures import Call
 from .transfer import item, upload
@@ -93,7 +94,20 @@ def _decompose(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwar
     return func.decompose(*args, **kwargs)
 
 
+def ctc_loss(cls: Any, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Compute the loss with the lengths as numbers where they are local: a GPU takes them from any device.
+
+    With lengths that are tensors, the formula mixes them with remote results.
+    """
+    log_probs, targets, *lengths = args[:4]
+    if func._overloadname != "Tensor" or any(type(t) is cls for t in lengths):
+        return func.decompose(*args, **kwargs)
+    numbers = [t.tolist() for t in lengths]
+    return torch.ops.aten.ctc_loss.IntList(log_probs, targets, *numbers, *args[4:], **kwargs)
+
+
 SPECIAL: dict[str, Special] = {
+    "aten::ctc_loss": ctc_loss,
     **dict.fromkeys(("aten::to", "aten::_has_compatible_shallow_copy_type"), _decompose),
     **dict.fromkeys(("aten::atleast_1d", "aten::atleast_2d", "aten::atleast_3d"), _decompose),
     **dict.fromkeys(
@@ -108,6 +122,8 @@ SPECIAL: dict[str, Special] = {
     # `nn.TransformerEncoder` asks whether it may make a nested tensor, and pads if it may not.
     "aten::_nested_tensor_from_mask_left_aligned": _no,
     "aten::detach_": _detached,
+    "aten::select": member,
+    "aten::select_backward": member_backward,
     **dict.fromkeys(
         ("aten::quantize_per_tensor", "aten::quantize_per_tensor_dynamic", "aten::quantize_per_channel"),
         _refuse(

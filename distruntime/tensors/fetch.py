@@ -132,8 +132,7 @@ def fetch_async(tree: T) -> Fetched[T]:
         key = id(handle.storage), handle.spec
         if key not in replies:
             replies[key] = request(handle, "tensor")
-        param = leaf.requires_grad if getattr(leaf, "_is_param", False) else None
-        wanted.append(_Wanted(key, id(leaf), param, getattr(leaf, "origin", torch.Tensor)))
+        wanted.append(_Wanted(key, id(leaf), Kind.of(leaf)))
     rest = [leaf if want is None else None for want, leaf in zip(wanted, leaves)]
     future._pending = list(replies.values())
     left = [len(replies)]
@@ -154,12 +153,7 @@ def fetch_async(tree: T) -> Fetched[T]:
         same: dict[int, torch.Tensor] = {}
         for want in wanted:
             if want is not None and want.leaf not in same:
-                alias = data[want.key].detach()
-                if want.kind is not torch.Tensor:
-                    alias = alias.as_subclass(want.kind)
-                same[want.leaf] = (
-                    alias if want.param is None else torch.nn.Parameter(alias, requires_grad=want.param)
-                )
+                same[want.leaf] = want.kind.made_of(data[want.key].detach())
         future.set_outcome(
             tree_unflatten(
                 [leaf if want is None else same[want.leaf] for want, leaf in zip(wanted, rest)], shape
@@ -180,15 +174,35 @@ def fetch_async(tree: T) -> Fetched[T]:
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """One remote leaf of a tree: which value it is, which object, its class, and whether it is a parameter
-    (then: with gradient or without).
+class Kind:
+    """What a local copy of a remote tensor is: its class, and whether it is a parameter (then: with gradient
+    or without).
     """
+
+    cls: type[torch.Tensor]
+    param: bool | None
+
+    @classmethod
+    def of(cls, leaf: DistributedTensor) -> Kind:
+        """Return the kind of a remote tensor's copy."""
+        param = leaf.requires_grad if isinstance(leaf, torch.nn.Parameter) else None
+        return cls(getattr(leaf, "origin", torch.Tensor), param)
+
+    def made_of(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a value as one of this kind."""
+        if self.param is not None and issubclass(self.cls, torch.nn.Parameter):
+            return self.cls(value, self.param)
+        own = value if self.cls is torch.Tensor else value.as_subclass(self.cls)
+        return own if self.param is None else torch.nn.Parameter(own, requires_grad=self.param)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """One remote leaf of a tree: which value it is, which object, and its kind."""
 
     key: tuple[int, Spec]
     leaf: int
-    param: bool | None
-    kind: type[torch.Tensor]
+    kind: Kind
 
 
 @overload

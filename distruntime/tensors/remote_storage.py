@@ -25,22 +25,25 @@ _lock = threading.Lock()
 _next_address = [_FIRST_ADDRESS]
 
 
-def _size(storage: Storage) -> int:
+def nbytes(storage: Storage) -> int:
+    """Return how large a memory is; on a mesh, what each member has."""
     return int(storage.spec.extent if storage.resized is None else storage.resized)
 
 
 def address(storage: Storage) -> int:
     """Return a number for the first byte of a memory; the ranges of two memories do not overlap.
 
-    It is no address. An empty memory has 0, as in torch.
+    It is no address. An empty memory has 0, as in torch, and one that has grown has other numbers.
     """
-    if _size(storage) == 0:
+    size = nbytes(storage)
+    if size == 0:
         return 0
     with _lock:
-        if not hasattr(storage, "address"):
-            storage.address = _next_address[0]
-            _next_address[0] += (int(storage.spec.extent) // _ALIGNMENT + 1) * _ALIGNMENT
-    return storage.address
+        if not hasattr(storage, "addresses") or len(storage.addresses) < size:
+            begin = _next_address[0]
+            _next_address[0] += (size // _ALIGNMENT + 1) * _ALIGNMENT
+            storage.addresses = range(begin, _next_address[0])
+    return storage.addresses.start
 
 
 class HasHandle(Protocol):
@@ -57,17 +60,18 @@ class RemoteStorage:
     """
 
     def __init__(self, tensor: HasHandle) -> None:
-        self._tensor = tensor
+        # It is one of the tensors that have this memory.
+        self.tensor = tensor
         self._storage = tensor._handle.storage
 
     @property
     def device(self) -> torch.device:
         """The place of the memory."""
-        return self._tensor._handle.place.device
+        return self.tensor._handle.place.device
 
     def size(self) -> int:
         """Return the bytes; on a mesh, those that each member has."""
-        return _size(self._storage)
+        return nbytes(self._storage)
 
     nbytes = size
     __len__ = size
@@ -87,7 +91,7 @@ class RemoteStorage:
 
         Return at once.
         """
-        handle = self._tensor._handle
+        handle = self.tensor._handle
         node = handle.place.node
         if not node.members:
             raise NotSupportedError(
@@ -98,8 +102,8 @@ class RemoteStorage:
         with node.lock:
             number, words = template(
                 None,
-                type(self._tensor),
-                [self._tensor, int(size)],
+                type(self.tensor),
+                [self.tensor, int(size)],
                 {},
                 0,
                 node,

@@ -29,6 +29,8 @@ from .tensor import DistributedTensor
 Function = Callable[..., Any]  # type: ignore[explicit-any]
 T = TypeVar("T", bound=torch.Tensor)
 
+# Parameters' classes have this: their results are plain tensors.
+_disabled: object = torch._C._disabled_torch_function_impl
 _make_wrapper: Function = torch.Tensor._make_wrapper_subclass
 _make_subclass: Function = torch.Tensor._make_subclass
 
@@ -129,13 +131,23 @@ def remote_class(cls: type) -> type[DistributedTensor]:
                     "__module__": cls.__module__,
                     "__qualname__": cls.__qualname__,
                     "origin": cls,
-                    "__torch_function__": classmethod(torch_function),
+                    "__torch_function__": _disabled
+                    if cls.__torch_function__ is _disabled
+                    else classmethod(torch_function),
                     "__torch_dispatch__": SubclassTensor.__dict__["__torch_dispatch__"],
+                    # What the class itself says of pickling is asked of the fetched value.
+                    "__reduce_ex__": DistributedTensor.__reduce_ex__,
                 }
             ),
         )
         setattr(cls, _TWIN, twin)
     found: type[SubclassTensor] = cls.__dict__[_TWIN]
+    return found
+
+
+def origin_of(cls: type) -> type:
+    """Return the user's class that a class of remote tensors is the twin of; any other class as it is."""
+    found: type = getattr(cls, "origin", cls) if issubclass(cls, SubclassTensor) else cls
     return found
 
 

@@ -13,15 +13,13 @@ from typing import NoReturn, Protocol, SupportsIndex, overload
 
 import numpy as np
 import torch
-from torch.autograd.function import FunctionCtx
 from torch.types import Number
 
 from ..errors import NotSupportedError, PlacementError, UsageError, of_caller, without_our_frames
 from ..log.current import DeviceLike, current_gpu, device_name
 from ..log.handle import Handle, Place, Residence
-from ..log.mesh_log import MeshLog
-from ..log.shards import member_of, mesh_of
 from ..operators.dispatch import dispatch
+from ..operators.member_views import view_of_member
 from ..operators.proxies import wrap
 from ..operators.transfer import download, item
 from ..session.session import active_session
@@ -58,8 +56,12 @@ class DistributedTensor(torch.Tensor):
     __module__ = "torch"
 
     # `type(parameter)(data, requires_grad=...)` makes another parameter: accelerate's hooks copy so.
+    # `type(x)(data)` makes another tensor of a user's class, as torch does.
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> torch.nn.Parameter:  # type: ignore[misc]
-        return torch.nn.Parameter(data, requires_grad)
+        origin = getattr(cls, "origin", None)
+        return (
+            torch.nn.Parameter(data, requires_grad) if origin is None else data.detach().as_subclass(origin)
+        )
 
     # torch documents both of these ways, and its stubs know neither.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -81,7 +83,7 @@ class DistributedTensor(torch.Tensor):
     def member(self, k: int) -> DistributedTensor:
         """Return a proxy of the `k`-th member's shard of a tensor on a mesh. Return at once.
 
-        It is the same memory, at that member's place.
+        It is a view: the same memory, at that member's place, and autograd sees what is written through it.
         """
         members = self._handle.place.node.members
         if not members:
@@ -90,10 +92,8 @@ class DistributedTensor(torch.Tensor):
             raise of_caller(
                 IndexError(f"a mesh of {len(members)} members has members 0 to {len(members) - 1}, got {k!r}")
             )
-        if self.requires_grad and torch.is_grad_enabled():
-            return _Member.apply(self, k % len(members))  # type: ignore[no-any-return, no-untyped-call]
-        found: DistributedTensor = wrap(type(self), member_of(self._handle, k % len(members)))
-        return found
+        found: DistributedTensor = view_of_member(self, k % len(members))
+        return found if type(self) is DistributedTensor else found.as_subclass(type(self))
 
     def get_node(self) -> int:
         """Return the number of the node that the tensor lives on."""
@@ -254,8 +254,10 @@ class DistributedTensor(torch.Tensor):
         """The same value without history; assigning makes this tensor the other one's value."""
         # This runs below autograd, as torch's own does: what is written through it does not count in this
         # tensor's version.
-        found: torch.Tensor = dispatch(type(self), torch.ops.aten.detach.default, (), (self,))
-        return found
+        cls = type(self)
+        found: DistributedTensor = dispatch(cls, torch.ops.aten.detach.default, (), (self,))
+        # A parameter's class is not that of its value.
+        return wrap(DistributedTensor, found._handle) if issubclass(cls, torch.nn.Parameter) else found
 
     @data.setter
     @without_our_frames
@@ -297,7 +299,15 @@ class DistributedTensor(torch.Tensor):
         return twin
 
     def __copy__(self) -> torch.Tensor:
-        return self.detach().requires_grad_(self.requires_grad)
+        twin: torch.Tensor
+        if isinstance(self, torch.nn.Parameter):
+            twin = torch.nn.Parameter(self.data, self.requires_grad)
+        else:
+            twin = self.detach().requires_grad_(self.requires_grad)
+        for name, value in self.__dict__.items():
+            if name != "_handle":
+                setattr(twin, name, value)
+        return twin
 
     @without_our_frames
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
@@ -380,27 +390,3 @@ class DistributedTensor(torch.Tensor):
     def dist_send(self) -> DistributedTensor:
         """Return itself: it is remote already."""
         return self
-
-
-class _Context(FunctionCtx):
-    home: Residence
-    k: int
-
-
-class _Member(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: _Context, whole: DistributedTensor, k: int) -> torch.Tensor:
-        ctx.home, ctx.k = whole._handle.place, k
-        found: torch.Tensor = wrap(DistributedTensor, member_of(whole._handle, k))
-        return found
-
-    @staticmethod
-    def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        mesh_log = ctx.home.node
-        zeros = torch.zeros(grad.shape, dtype=grad.dtype, device=ctx.home.lazy)
-        own = grad.contiguous()
-        assert isinstance(mesh_log, MeshLog)
-        assert isinstance(zeros, DistributedTensor) and isinstance(own, DistributedTensor)
-        handles = [member_of(zeros._handle, k) for k in range(len(mesh_log.members))]
-        handles[ctx.k] = own._handle
-        return wrap(DistributedTensor, mesh_of(mesh_log, ctx.home, handles)), None

@@ -18,6 +18,8 @@ def test_a_local_tensor_is_pinned_and_sent(session: object) -> None:
     """nanoGPT's `get_batch` does this. There is no GPU here that would copy from pinned memory."""
     x = torch.arange(6.0).view(2, 3)
     sent = x.pin_memory().to(REMOTE, non_blocking=True)
+    for device in (REMOTE, torch.device("remote:1"), dr.place(1, "cpu")):
+        assert x.pin_memory(device) is x
     assert torch.equal(sent.cpu(), x) and sent.device.type == "remote"
 
 
@@ -74,5 +76,102 @@ def test_what_stays_here_says_so(session: object) -> None:
         with pytest.raises(dr.NotSupportedError, match="pad_sequence"):
             make([torch.ones(2), torch.ones(3)], device=REMOTE)
     assert torch.nested.as_nested_tensor([torch.ones(2)], layout=torch.jagged).is_nested
+    embedding = nn.Embedding(4, 2, sparse=True, device=REMOTE)
+    with pytest.raises(
+        dr.NotSupportedError, match="the gradient of an embedding, make that with sparse=False"
+    ):
+        embedding(torch.tensor([1, 2], device=REMOTE)).sum().backward()
     capsule = torch.utils.dlpack.to_dlpack(torch.ones(2))
     assert torch.utils.dlpack.from_dlpack(capsule).tolist() == [1.0, 1.0]
+
+
+def test_what_is_compiled_runs_op_by_op_where_it_gets_remote_tensors(session: object) -> None:
+    """With `fullgraph=True` torch would raise at the first operator. Local tensors are compiled as before."""
+    graphs: list[object] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(fullgraph=True, backend=count)
+    def scores(x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ x.T, -1)
+
+    layer = nn.Linear(4, 2).to(REMOTE)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    step = torch.compile(optimizer.step, fullgraph=True, backend=count)
+    called = torch.compile(lambda: layer(torch.ones(4, device=REMOTE)), fullgraph=True, backend=count)
+    compiled = torch.compile(layer, fullgraph=True, backend=count)
+
+    x = torch.arange(12.0).view(3, 4)
+    torch.testing.assert_close(scores(x.to(REMOTE)).cpu(), torch.softmax(x @ x.T, -1))
+    compiled(x.to(REMOTE)).sum().backward()
+    before = dr.fetch(layer.weight)
+    step()
+    assert not torch.equal(dr.fetch(layer.weight), before) and called().device == layer.weight.device
+    assert list(compiled.state_dict()) == ["_orig_mod.weight", "_orig_mod.bias"]
+    assert not graphs
+    torch.testing.assert_close(scores(x), torch.softmax(x @ x.T, -1))
+    assert len(graphs) == 1
+
+
+class Unconfigured(torch._TorchCompileInductorWrapper):
+    """Inductor without options: their import takes seconds."""
+
+    def __init__(self) -> None:
+        """Import nothing."""
+
+    def reset(self) -> None:
+        """Forget nothing; `torch._dynamo.reset` asks each compiler that was used."""
+
+
+def test_inductor_leaves_a_graph_with_remote_tensors_alone(session: object) -> None:
+    """nanoGPT's positions are made in such a graph: its inputs are numbers."""
+
+    @torch.compile(backend=Unconfigured())
+    def positions(n: int) -> torch.Tensor:
+        return torch.arange(n, device=REMOTE) * 2
+
+    assert positions(3).tolist() == [0, 2, 4] and positions(5).tolist() == [0, 2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_ctc_takes_the_lengths_of_sequences_from_here(session: object, mode: Any) -> None:
+    """A loader makes them, and a GPU takes them from any device."""
+    log_probs = torch.randn(6, 3, 5).log_softmax(-1)
+    targets, lengths = torch.randint(1, 5, (3, 2)), (torch.full((3,), 6), torch.tensor([2, 1, 2]))
+    losses = []
+    for device in ("cpu", REMOTE):
+        leaf = log_probs.clone().to(device).requires_grad_()
+        with mode():
+            loss = nn.functional.ctc_loss(leaf, targets.to(device), *lengths)
+        gradient = torch.autograd.grad(loss, leaf)[0].cpu() if loss.requires_grad else None
+        losses.append((loss.detach().cpu(), gradient))
+    torch.testing.assert_close(*losses)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_flex_attention_is_computed_by_its_formula(session: object, mode: Any) -> None:
+    """torch allows some devices by name, and takes no gradients on CPUs. So the formula is written here."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    inputs = [torch.randn(2, 2, 8, 4) for _ in range(3)]
+    here, there = ([x.clone().to(d).requires_grad_() for x in inputs] for d in ("cpu", REMOTE))
+    query, key, value = here
+    later = torch.arange(8)[:, None] < torch.arange(8)
+    slope = torch.tensor(0.1, device=REMOTE)
+    with mode():
+        scores = query @ key.mT / 2 + 0.1 * torch.arange(8)
+        expected = scores.masked_fill(later, -torch.inf).softmax(-1) @ value
+        causal = flex.create_block_mask(
+            lambda b, h, i, j: i >= j, None, None, 8, 8, device=REMOTE, BLOCK_SIZE=8
+        )
+        found = [
+            attend(*there, score_mod=lambda s, b, h, i, j: s + slope * j, block_mask=causal)
+            for attend in (flex.flex_attention, torch.compile(flex.flex_attention, fullgraph=True))
+        ]
+    for one in found:
+        torch.testing.assert_close(one.detach().cpu(), expected.detach())
+    if expected.requires_grad:
+        gradients = torch.autograd.grad(found[0].pow(2).sum(), there)
+        torch.testing.assert_close(dr.fetch(gradients), torch.autograd.grad(expected.pow(2).sum(), here))

@@ -74,6 +74,17 @@ def test_warn_only_is_forwarded(session: object) -> None:
     assert not any(one.use_deterministic_algorithms or one.warn_only for one in found.values())
 
 
+def test_what_changes_nothing_is_not_forwarded(session: object) -> None:
+    """Dynamo calls this after each compilation, and would undo what `dr.config` has set."""
+    dr.config(use_deterministic_algorithms=True)
+    try:
+        torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled())
+        with pytest.raises(RuntimeError, match="put_ does not have a deterministic implementation"):
+            put(REMOTE).cpu()
+    finally:
+        dr.config(use_deterministic_algorithms=False)
+
+
 def test_a_new_session_and_a_new_worker_are_told(fresh_session: Callable[..., Any]) -> None:
     torch.use_deterministic_algorithms(True)
     with fresh_session(world_size=2):

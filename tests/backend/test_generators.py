@@ -141,3 +141,63 @@ def test_it_ends_with_its_session(fresh_session: Callable[..., Any]) -> None:
         generator.manual_seed(1)
     with pytest.raises(dr.SessionClosed):
         torch.rand(2, device=REMOTE, generator=generator)
+
+
+def rarer_draws(device: str, generator: torch.Generator) -> list[torch.Tensor]:
+    """By position, and into tensors of other sizes."""
+    generator.manual_seed(3)
+    x, g = torch.linspace(0.1, 0.9, 5).to(device), generator
+    integers, floats = torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, device=device)
+    return [
+        torch.poisson(x * 9, generator=g),
+        torch._standard_gamma(x, generator=g),
+        torch.ops.aten.rrelu_with_noise(x - 0.5, torch.zeros_like(x), 0.1, 0.3, True, g),
+        torch.randperm(7, generator=g, out=integers).clone(),
+        torch.multinomial(x, 3, generator=g, out=integers),
+        torch.rand(5, generator=g, out=floats).clone(),
+        torch.normal(x, 2.0, generator=g, out=floats),
+    ]
+
+
+def test_it_draws_by_position_and_into_tensors_of_other_sizes(session: object) -> None:
+    remote, local = torch.Generator(device=REMOTE), torch.Generator()
+    dr.stalls(reset=True)
+    found = rarer_draws(REMOTE, remote)
+    assert dr.stalls() == []
+    for there, here in zip(found, rarer_draws("cpu", local)):
+        torch.testing.assert_close(there.cpu(), here)
+    x = torch.ones(2, device=REMOTE)
+    with pytest.raises(RuntimeError, match="Expected out tensor to have dtype"):
+        torch.multinomial(x, 1, generator=remote, out=torch.empty(0, device=REMOTE))
+    with pytest.raises(dr.NotSupportedError, match=r"binomial.*does not wait\. Leave the generator out"):
+        torch.binomial(x, x, generator=remote)
+
+
+def test_a_draw_waits_for_room_before_it_takes_the_lock(
+    session: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, node = torch.Generator(device="remote:0"), session.nodes[0]
+    torch.rand(2, device="remote:0", generator=generator)
+    waited: list[bool] = []
+    own = session.throttle
+
+    def throttle(log: object, why: str = "") -> None:
+        waited.append(session.lock._is_owned())
+        own(log, why)
+
+    monkeypatch.setattr(session, "throttle", throttle)
+    node.busy = True
+    try:
+        torch.rand(2, device="remote:0", generator=generator)
+    finally:
+        node.busy = False
+    assert waited and waited[0] is False
+
+
+def test_a_compiled_function_takes_it(session: object) -> None:
+    def noisy(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        return x * 2 + torch.rand(3, generator=generator, device=x.device)
+
+    remote, local = (torch.Generator(device=device).manual_seed(5) for device in (REMOTE, "cpu"))
+    found = torch.compile(noisy, backend="eager")(torch.ones(3, device=REMOTE), remote)
+    assert torch.equal(found.cpu(), noisy(torch.ones(3), local))

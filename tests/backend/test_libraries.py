@@ -5,7 +5,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import inspect
 import os
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +22,7 @@ from torch import nn
 
 import distruntime as dr
 from agree import REMOTE
+from distruntime.backend import libraries
 from distruntime.backend.on_import import when_imported
 
 VARIABLE = "ACCELERATE_TORCH_DEVICE"
@@ -134,3 +138,84 @@ def test_the_device_that_the_user_names_meanwhile_stays(
     monkeypatch.setenv(VARIABLE, "cpu")
     dr.shutdown()
     assert os.environ[VARIABLE] == "cpu"
+
+
+def test_a_library_that_cannot_be_taught_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "newer").mkdir()
+    (tmp_path / "newer" / "__init__.py").write_text("__version__ = '9.1'\n")
+    (tmp_path / "newer" / "__main__.py").write_text("import newer\nprint('ran', newer.__version__)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("newer", "newer.__main__"):
+        when_imported(name, lambda module: module.renamed)
+    try:
+        # Whoever looks at the library without importing it finds what its own loader says.
+        spec = importlib.util.find_spec("newer")
+        assert spec is not None and "9.1" in spec.loader.get_source("newer")  # type: ignore[union-attr]
+        with pytest.warns(UserWarning, match=r"teach newer 9\.1 about remote.*AttributeError: .*'renamed'"):
+            newer = importlib.import_module("newer")
+        runpy.run_module("newer", run_name="__main__", alter_sys=True)
+        assert capsys.readouterr().out == "ran 9.1\n"
+        with pytest.warns(UserWarning, match="AttributeError"):
+            when_imported("newer", lambda module: module.renamed)
+        assert inspect.getsource(newer) == "__version__ = '9.1'\n"
+    finally:
+        sys.modules.pop("newer", None)
+
+
+@pytest.mark.parametrize("first", ["library", "session"])
+def test_a_library_that_chooses_a_device_chooses_the_current_place(
+    fresh_session: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """The functions are written as those of stable-baselines3, fastai and accelerate are."""
+    common, fastai = tmp_path / "stable_baselines3" / "common", tmp_path / "fastai"
+    utils = tmp_path / "accelerate" / "utils"
+    for folder in (common, fastai, utils):
+        folder.mkdir(parents=True)
+    (utils / "modeling.py").write_text(
+        "def convert_file_size_to_int(size):\n    return int(size)\n"
+        "def get_max_memory(max_memory=None):\n"
+        "    assert max_memory is None or set(max_memory) <= {'cpu'}\n"
+        "    return {'cpu': 9} if max_memory is None else max_memory\n"
+    )
+    (fastai / "loading.py").write_text("from accelerate.utils.modeling import get_max_memory as most\n")
+    (common / "utils.py").write_text(
+        "import torch\ndef get_device(device='auto'):\n"
+        "    return torch.device('cpu' if device in ('auto', 'cuda') else device)\n"
+    )
+    (common / "policies.py").write_text("from stable_baselines3.common.utils import get_device\n")
+    (fastai / "torch_core.py").write_text(
+        "import torch, types\ndefaults = types.SimpleNamespace(use_cuda=None)\n"
+        "def default_device(use=-1):\n    if use != -1:\n        defaults.use_cuda = use\n"
+        "    return torch.device('cpu')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("stable_baselines3.common.policies", "fastai.torch_core", "fastai.loading")
+    taught = ("stable_baselines3.common.utils", "fastai.torch_core", "accelerate.utils.modeling")
+    # Another session of this process may have watched for them already.
+    monkeypatch.setattr("distruntime.backend.on_import._hooks", {})
+    try:
+        if first == "library":
+            policies, core, loading = map(importlib.import_module, names)
+            assert policies.get_device() == core.default_device() == torch.device("cpu")
+        fresh_session(world_size=1)
+        for name in taught:
+            when_imported(name, libraries.HOOKS[name])
+        policies, core, loading = map(importlib.import_module, names)
+        assert policies.get_device() == policies.get_device(device="auto") == torch.device("remote")
+        assert policies.get_device("cpu") == policies.get_device("cuda") == torch.device("cpu")
+        assert core.default_device() == torch.device("remote")
+        assert core.default_device(False) == core.default_device() == torch.device("cpu")
+        core.default_device(None)
+        assert list(loading.most()) == ["remote", "cpu"] and loading.most()["remote"] > 1 << 20
+        assert loading.most({"cpu": 3}) == {"cpu": 3}
+        assert loading.most({"cpu": 3, "remote:0": "4"}) == {"remote:0": 4, "cpu": 3}
+        dr.shutdown()
+        assert loading.most() == {"cpu": 9}
+        assert policies.get_device() == core.default_device() == torch.device("cpu")
+    finally:
+        for name in [
+            name for name in sys.modules if name.partition(".")[0] in ("stable_baselines3", "fastai")
+        ]:
+            del sys.modules[name]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import pickle
 import threading
+import weakref
+from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import nn
 
 import distruntime as dr
 from agree import REMOTE
+from processes import slots, until
 
 
 def saved(value: object, **options: Any) -> Any:
@@ -152,3 +157,206 @@ def test_a_module_is_exported(session: object) -> None:
     module, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU()).to(REMOTE), torch.ones(2, 3, device=REMOTE)
     program = torch.export.export(module, (x,))
     assert torch.equal(program.module()(x).cpu(), module(x).cpu())
+
+
+class Saved:
+    """Says how often it was asked, and writes when it is."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x, self.times = x, 0
+
+    def __getstate__(self) -> dict[str, object]:
+        self.times += 1
+        self.x.add_(1)
+        return dict(self.__dict__)
+
+
+def of_everything(device: str) -> list[object]:
+    """Views, tied parameters, lazy bits, and local tensors among them."""
+    x = torch.arange(12.0).to(device)
+    z = torch.tensor([1 + 2j, 3 - 1j]).to(device)
+    here, tied = torch.arange(3), nn.Parameter(x[:4])
+    labelled = x[2:6].view(2, 2)
+    labelled.label = ["kept"]  # type: ignore[attr-defined]
+    state = Saved(torch.zeros(2, device=device))
+    negative = z.clone().conj().imag
+    return [
+        x,
+        x[:2],
+        x[3::4],
+        here,
+        here[1:],
+        z,
+        z.conj(),
+        negative,
+        tied,
+        [tied],
+        labelled,
+        state,
+    ]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"_use_new_zipfile_serialization": False}, {"pickle_module": cloudpickle}]
+)
+def test_a_file_is_what_torch_would_have_written(session: object, options: Any, tmp_path: Path) -> None:
+    found: dict[str, Any] = {}
+    sizes: dict[str, int] = {}
+    for device in ("cpu", REMOTE):
+        path = tmp_path / device / "file.pt"
+        path.parent.mkdir()
+        value = of_everything(device)
+        torch.save(value, path, **options)
+        assert value[11].times == 1  # type: ignore[attr-defined]
+        sizes[device], found[device] = path.stat().st_size, torch.load(path, weights_only=False)
+    assert sizes[REMOTE] == sizes["cpu"]
+    for ours, theirs in zip(found[REMOTE][:11], found["cpu"][:11]):
+        if isinstance(ours, torch.Tensor):
+            assert type(ours) is type(theirs) and torch.equal(ours, theirs)
+            assert (ours.stride(), ours.storage_offset()) == (theirs.stride(), theirs.storage_offset())
+            assert ours.untyped_storage().nbytes() == theirs.untyped_storage().nbytes()
+    x, view, *_, tied, listed, labelled, state = found[REMOTE]
+    x[0], labelled[0, 0] = 50, 60
+    assert view[0] == 50 and x[2] == 60 and tied[0] == 50 and listed[0] is tied and labelled.label == ["kept"]
+    assert state.x.tolist() == [1.0, 1.0]
+
+
+def test_a_save_that_fails_leaves_the_older_file(session: object, tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    torch.save({"x": torch.ones(1, device=REMOTE)}, path)
+    older = path.read_bytes()
+    with pytest.raises(RuntimeError, match="singular"):
+        torch.save({"x": torch.linalg.inv(torch.zeros(2, 2, device=REMOTE))}, path)
+    assert path.read_bytes() == older
+
+
+def test_nothing_stays_behind_a_save(session: object) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        before = slots(0)
+        local = torch.ones(3)
+        held = weakref.ref(local.untyped_storage())
+        x = torch.ones(40, device=REMOTE)
+        saved([x, x[1:], local])
+        del x, local
+        assert held() is None
+        until(lambda: slots(0) == before)
+    finally:
+        gc.enable()
+
+
+class PicklesInside:
+    """It is pickled as the bytes that somebody else's pickle makes of a tensor."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return pickle.loads, (pickle.dumps(self.x),)
+
+
+def test_a_pickle_within_the_pickle_has_the_values(session: object) -> None:
+    x = torch.arange(3.0).to(REMOTE)
+    assert [t.tolist() for t in saved([PicklesInside(x), x])] == [[0.0, 1.0, 2.0]] * 2
+
+
+def test_a_storage_is_saved_with_what_it_has(session: object) -> None:
+    x = torch.arange(4, dtype=torch.uint8).to(REMOTE)
+    loaded, memory = saved([x[2:], x.untyped_storage()])
+    loaded[1] = 9
+    assert loaded.tolist() == [2, 9] and bytes(memory._untyped_storage) == bytes([0, 1, 2, 9])
+
+
+def test_a_memory_that_has_grown_has_numbers_of_its_own(session: object) -> None:
+    x, y = torch.ones(2, device=REMOTE), torch.ones(2, device=REMOTE)
+    memory = x.untyped_storage()
+    before = x.data_ptr(), y.data_ptr()
+    x.resize_(5000).fill_(3)
+    assert memory.nbytes() == 20000 and x[4999:].data_ptr() - x.data_ptr() == 4999 * 4
+    taken = range(x.data_ptr(), x.data_ptr() + 20000)
+    assert y.data_ptr() == before[1] and y.data_ptr() not in taken and before[0] not in taken
+    view = x[:2]
+    del x
+    assert view.untyped_storage().nbytes() == 20000 and view.data_ptr() == taken.start
+    assert saved(view).untyped_storage().nbytes() == 20000
+    view.resize_(1)
+    assert view.untyped_storage().nbytes() == 20000
+
+
+class Held:
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+
+
+def moved(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+    return storage.to(device="remote:1") if location == "cpu" else None
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["remote:1", "device", {"cpu": "remote:1"}, moved],
+    ids=["text", "device", "dict", "call"],
+)
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_file_goes_to_a_place_in_each_form_that_torch_knows(
+    session: object, where: Any, zipped: bool
+) -> None:
+    where = torch.device("remote:1") if where == "device" else where
+    x, z = torch.arange(6.0), torch.tensor([1 + 2j, 3 - 1j])
+    model = Tied()
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    file = io.BytesIO()
+    given = Held(x, x[2:].view(2, 2), z.conj(), x.clone().requires_grad_()), model, optimizer, {"x": x[:]}
+    torch.save(given, file, _use_new_zipfile_serialization=zipped)
+    file.seek(0)
+    held, net, opt, named = torch.load(file, map_location=where, weights_only=False)
+    every = [
+        *held.tensors,
+        *net.parameters(),
+        *net.buffers(),
+        named["x"],
+        *opt.state[net.last.weight].values(),
+    ]
+    local = [
+        *given[0].tensors,
+        *model.parameters(),
+        *model.buffers(),
+        x,
+        *optimizer.state[model.last.weight].values(),
+    ]
+    assert all(t.place == dr.place(1, "cpu") for t in every)
+    torch.testing.assert_close(
+        dr.fetch([t.detach() for t in every]), [t.detach() for t in local], rtol=0, atol=0
+    )
+    assert [t.requires_grad for t in every] == [t.requires_grad for t in local]
+    assert all(t.is_leaf and not t._is_view() for t in every) and net.first.weight is net.last.weight
+    assert type(net.first.bias.data) is type(named["x"]) and isinstance(net.first.bias, nn.Parameter)
+    held.tensors[0].add_(1)
+    assert held.tensors[1].tolist() == [[3.0, 4.0], [5.0, 6.0]] and named["x"] is not held.tensors[0]
+    assert named["x"].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+
+def test_what_a_dict_or_a_function_does_not_name_stays(session: object) -> None:
+    file = io.BytesIO()
+    torch.save(torch.ones(2), file)
+    for where in (
+        {"cuda:0": "remote:1"},
+        lambda storage, location: storage,
+        lambda storage, location: None,
+        None,
+    ):
+        file.seek(0)
+        assert torch.load(file, map_location=where).device.type == "cpu"
+    with pytest.raises(dr.PlacementError, match="remote:77"):
+        file.seek(0)
+        torch.load(file, map_location={"cpu": "remote:77"})
+
+
+def test_a_mapped_file_goes_to_a_place(session: object, tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(3.0), "b": torch.ones(4)}, tmp_path / "x.pt")
+    loaded = torch.load(tmp_path / "x.pt", map_location=REMOTE, mmap=True)
+    assert loaded["a"].tolist() == [0.0, 1.0, 2.0] and loaded["b"].tolist() == [1.0] * 4
+    assert {t.device.type for t in loaded.values()} == {"remote"}

@@ -8,7 +8,7 @@ import tempfile
 import torch
 from torch import nn
 
-from cases import case
+from cases import HALF, case
 from small import VOCABULARY, classifier, llama, tokenizer
 
 
@@ -123,6 +123,34 @@ def torchao(device: str) -> dict[str, object]:
     quantize_(model, Int8WeightOnlyConfig())
     with torch.no_grad():
         return {"out": model(torch.linspace(-1, 1, 64).view(2, 32).to(device))}
+
+
+@case("torchao", "AdamW8bit, which compiles its step with fullgraph=True", tolerance=HALF)
+def torchao_optimizer(device: str) -> dict[str, object]:
+    from torchao.optim import AdamW8bit
+
+    model, x = nn.Linear(256, 64).to(device), torch.ones(2, 256).to(device)
+    optimizer = AdamW8bit(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        loss = model(x).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return {"losses": torch.stack(losses), "weight": model.weight}
+
+
+@case("transformers", 'from_pretrained(device_map="auto"), and model.device')
+def auto_device_map(device: str) -> dict[str, object]:
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        llama().save_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, device_map="auto").eval()
+    tokens = torch.arange(3, 13).view(2, 5).to(model.device)
+    with torch.no_grad():
+        return {"logits": model(tokens).logits}
 
 
 @case("einops", "rearrange, reduce, repeat, einsum and a layer")

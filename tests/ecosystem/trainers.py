@@ -127,6 +127,31 @@ def accelerate_in_bf16(device: str) -> dict[str, object]:
     return {"losses": torch.stack(losses)}
 
 
+@case("accelerate", "load_checkpoint_and_dispatch, infer_auto_device_map, cpu_offload")
+def accelerate_dispatch(device: str) -> dict[str, object]:
+    from accelerate import (
+        cpu_offload,
+        infer_auto_device_map,
+        init_empty_weights,
+        load_checkpoint_and_dispatch,
+    )
+    from safetensors.torch import save_file
+
+    def net() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+
+    x, model = torch.ones(2, 8), net()
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "model.safetensors")
+        save_file(model.state_dict(), path)
+        with init_empty_weights():
+            empty = net()
+        chosen = infer_auto_device_map(empty)
+        loaded = load_checkpoint_and_dispatch(empty, path, device_map=chosen)
+    cpu_offload(model, execution_device=torch.device(device))
+    return {"loaded": loaded(x.to(device)), "offloaded": model(x)}
+
+
 @case("trl", "SFTTrainer")
 def sft(device: str) -> dict[str, object]:
     from datasets import Dataset as Table
@@ -345,17 +370,18 @@ def skorch(device: str) -> dict[str, object]:
     }
 
 
-@case("fastai", "Learner: fit_one_cycle with a metric, save, load, get_preds")
+@case("fastai", "Learner without device=: fit_one_cycle with a metric, save, load, get_preds")
 def fastai(device: str) -> dict[str, object]:
     from fastai.callback.schedule import fit_one_cycle  # noqa: F401  # a method of Learner by being imported
     from fastai.data.core import DataLoaders
     from fastai.data.load import DataLoader as Loader
     from fastai.learner import Learner
     from fastai.metrics import accuracy
+    from fastai.torch_core import default_device
 
     rows = list(zip(*classified()))
-    where = torch.device(device)
-    loaders = DataLoaders(Loader(rows, bs=8, device=where), Loader(rows, bs=8, device=where), device=where)
+    # fastai looks for a device by itself.
+    loaders = DataLoaders(Loader(rows, bs=8), Loader(rows, bs=8), device=default_device())
     with tempfile.TemporaryDirectory() as folder:
         learner = Learner(
             loaders, classifier(), loss_func=nn.CrossEntropyLoss(), metrics=accuracy, path=folder

@@ -160,6 +160,8 @@ def _serve() -> str | None:
     from distruntime_worker import nursery
 
     assert nursery._may_fork(), "the imports have started threads"
+    # The imports take 2.3 s of a core, and a suite goes on without such a master for minutes.
+    nursery._IDLE = 600.0
     request = nursery.Nursery(socket.socket(fileno=0), int(sys.argv[1])).serve()
     if request is None:
         return None

@@ -599,3 +599,78 @@ def test_more_members_than_there_are_place_numbers(fresh_session: Callable[..., 
     )  # torch's own code, run for each, names the device that a member's tensor shows
     ones = run_for_each(lambda t, n: torch.full((2,), n, device=t.device), [ranks, rank], {})
     assert [s.tolist() for s in dr.shards(ones)[::37]] == [[k % 100] * 2 for k in range(200)[::37]]
+
+
+def test_a_write_through_a_member_is_in_the_graph(mesh: Mesh) -> None:
+    """The mesh's tensor and its members have one history, as a tensor and its rows have."""
+
+    def program(x: torch.Tensor, row: Callable[[torch.Tensor, int], torch.Tensor], w: torch.Tensor) -> Any:
+        row(x, 1).mul_(w * 3)
+        kept = row(x, 1)
+        kept[1:].add_(w[1:])
+        x.mul_(2)
+        return (x * x).sum() if x.dim() == 1 else (x * x).sum(1)
+
+    leaf = torch.arange(4.0 * mesh.size()).reshape(mesh.size(), 4)
+    local, w = leaf.clone().requires_grad_(), torch.arange(1.0, 5.0, requires_grad=True)
+    program(local * 1, lambda x, k: x[k], w).sum().backward()
+    remote = dr.from_shards(list(leaf), mesh).requires_grad_()
+    v = torch.arange(1.0, 5.0).to(mesh.places[1]).requires_grad_()
+    program(remote * 1, lambda x, k: x.member(k), v).backward()  # type: ignore[attr-defined]
+    assert torch.equal(torch.stack(dr.shards(remote.grad)), local.grad)  # type: ignore[arg-type]
+    assert torch.equal(dr.fetch(v.grad), w.grad)
+
+
+def test_a_member_is_a_view_to_autograd(mesh: Mesh) -> None:
+    x = torch.ones(3, device=mesh.device)
+    member = x.member(0)  # type: ignore[attr-defined]
+    assert member._base is x
+    # What needs a gradient comes in through the member alone.
+    v = torch.full((3,), 2.0).to(member.place).requires_grad_()
+    member.copy_(v * v)
+    (x * ranks(mesh).add(1)).sum().backward()
+    assert dr.fetch(v.grad).tolist() == [4.0] * 3
+    leaf = torch.ones(3, device=mesh.device, requires_grad=True)
+    with pytest.raises(RuntimeError, match="a view of a leaf Variable that requires grad is being used in"):
+        leaf.member(0).add_(1)  # type: ignore[attr-defined]
+    y = leaf * 1
+    z = y.exp()
+    z.member(1).zero_()  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+    with torch.no_grad():
+        leaf.member(1).zero_()  # type: ignore[attr-defined]
+    assert [s.tolist() for s in dr.shards(leaf)][:2] == [[1.0] * 3, [0.0] * 3]
+    # The second derivative goes the same way back.
+    (grad,) = torch.autograd.grad((leaf.member(0) ** 3).sum(), leaf, create_graph=True)  # type: ignore[attr-defined]
+    (grad.member(0) * 2).sum().backward()  # type: ignore[attr-defined]
+    assert [s.tolist() for s in dr.shards(leaf.grad)][:2] == [[12.0] * 3, [0.0] * 3]  # type: ignore[arg-type]
+
+
+def test_a_member_has_sizes_and_strides_of_its_own(mesh: Mesh) -> None:
+    parts = [torch.arange(6.0).reshape(2, 3) + k for k in range(mesh.size())]
+    w = dr.from_shards(parts, mesh)
+    other = torch.arange(2.0).to(mesh.places[0])
+    first = w.member(0)  # type: ignore[attr-defined]
+    for turn in (
+        lambda t: t.t_(),
+        lambda t: t.unsqueeze_(0),
+        lambda t: t.resize_(20),
+        lambda t: t.set_(other),
+        lambda t: t.as_strided_((2,), (1,)),
+        lambda t: setattr(t, "data", other),
+    ):
+        turn(w.member(0))  # type: ignore[attr-defined]
+        assert all(torch.equal(s + 1, part + 1) for s, part in zip(dr.shards(w + 0), parts))
+        assert torch.equal(dr.fetch(first + 0), parts[0])
+    w.t_()
+    assert torch.equal(dr.fetch(first + 0), parts[0]) and torch.equal(dr.fetch(w.member(0) + 0), parts[0].T)  # type: ignore[attr-defined]
+
+
+def test_out_takes_the_sizes_that_only_the_members_know(mesh: Mesh) -> None:
+    x, out = torch.tensor([0.0, 1.0, 2.0]).to(mesh.device), torch.empty(0, device=mesh.device)
+    view = out.view(-1)
+    assert torch.masked_select(x, x > 0, out=out) is out
+    same(out + 1, torch.tensor([2.0, 3.0]))
+    same(out, torch.tensor([1.0, 2.0]))
+    assert view.shape == (0,)

@@ -146,7 +146,7 @@ def test_a_long_wait_says_which_operator_runs_and_about_how_long_it_takes(python
     python.enter(SLOW)
     python.send("(x @ x).sum().item()\n")
     python.expect(r"\d+ operations under way, now aten\.mm for \d+\.\d s")
-    python.expect(r"under way, now aten\.mm for \d+\.\d s, about \d+ s left \(Ctrl-C")
+    python.expect(r"under way, now aten\.mm for \d+\.\d s, about (\d+ m )?\d+ s left \(Ctrl-C")
     python.send("\x03")
     python.expect(rf"KeyboardInterrupt\n{QUEUED}>>> ")
 

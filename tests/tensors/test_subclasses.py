@@ -251,3 +251,62 @@ def test_it_is_a_view_of_the_tensor_that_it_is_made_of(
     else:
         for there, here in zip(use(REMOTE), expected):
             assert torch.equal(there.detach().cpu(), here.detach())
+
+
+class Tagged(nn.Parameter):
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True, tag: int = 3) -> Tagged:
+        made: Tagged = super().__new__(cls, data, requires_grad)  # type: ignore[assignment]
+        made.tag = tag
+        return made
+
+    def doubled(self) -> torch.Tensor:
+        return self * 2
+
+
+def parameters_of_a_class(device: str) -> list[object]:
+    p = Tagged(torch.ones(2, device=device), False, tag=4)
+    model = nn.ParameterList([p, Tagged(torch.ones(2, device=device))])
+    twin, copied, other = copy.deepcopy(p), copy.copy(p), type(p)(torch.zeros(2, device=device))
+    file = io.BytesIO()
+    torch.save(model.state_dict(keep_vars=True), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)["0"]
+    (model[1].doubled()).sum().backward()  # type: ignore[operator]
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    every = (p, twin, copied, other, p.data, p + 1, loaded, *copy.deepcopy(model).double().parameters())
+    return [
+        (
+            isinstance(t, Tagged),
+            isinstance(t, nn.Parameter),
+            t.requires_grad,
+            getattr(t, "tag", None),
+            t.tolist(),
+        )
+        for t in (*every, *model.parameters())
+    ]
+
+
+def test_parameters_of_a_users_class_keep_it(session: object) -> None:
+    assert parameters_of_a_class(REMOTE) == parameters_of_a_class("cpu")
+    back = dr.fetch(Tagged(torch.ones(2, device=REMOTE), False))
+    assert type(back) is Tagged and not back.requires_grad
+
+
+def test_a_module_that_moves_keeps_what_its_parameters_have(session: object) -> None:
+    ran: list[str] = []
+    model = nn.Linear(2, 2)
+    model.extra = Tagged(torch.ones(2), tag=7)  # type: ignore[assignment]
+    model.weight.sharded = True  # type: ignore[attr-defined]
+    handle = model.weight.register_hook(lambda grad: ran.append("hook"))
+    model.bias.register_post_accumulate_grad_hook(lambda p: ran.append("late"))
+    for device in (REMOTE, "cpu", REMOTE):
+        model.to(device)
+        assert model.weight.sharded is True  # type: ignore[attr-defined]
+        assert isinstance(model.extra, Tagged) and model.extra.tag == 7
+        assert isinstance(model.extra, dr.DistributedTensor) is (device == REMOTE)
+        model(torch.ones(2, device=device)).sum().backward()
+        assert sorted(ran) == ["hook", "late"]
+        ran.clear()
+    handle.remove()
+    model(torch.ones(2, device=REMOTE)).sum().backward()
+    assert ran == ["late"]

@@ -152,7 +152,8 @@ class Instructions:
         if value is None:
             error = InternalError("the value of a mesh is not here")
             value = Poisoned(self._state.failure(p, i, error, "member", ""))
-        slots[p[i + 3]] = value
+        # The memory is one, and what one of them does to its own sizes and strides is not.
+        slots[p[i + 3]] = value.detach() if isinstance(value, torch.Tensor) else value
         return i + 4
 
     def _give(self, slots: Slots, p: Words, i: int) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..errors import of_caller
 from ..log.spec import Spec
@@ -31,8 +31,8 @@ _COMMON = {
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 }
-# What was rehearsed element by element and taken: an operator, and each operand's dtype and whether it has
-# dimensions. Other shapes need no rehearsal.
+# What was rehearsed element by element and taken: an operator, each operand's dtype and whether it has
+# dimensions, and the types of the other arguments. Other shapes and numbers need no rehearsal.
 _taken: set[tuple[object, ...]] = set()
 
 
@@ -142,7 +142,8 @@ def rehearse(
     of a CPU. What the table calls suspicious is a mistake on a GPU too, with few exceptions.
     """
     if cpu_kernels and torch.Tag.pointwise in func.tags:
-        key = func, *((spec.dtype, len(spec.size) > 0) for spec in specs)
+        others = [type(leaf) for leaf in tree_flatten((list(args), kwargs))[0]]
+        key = func, *((spec.dtype, len(spec.size) > 0) for spec in specs), *others
         if key in _taken or not all(spec.dtype in _COMMON and spec.size.numel() for spec in specs):
             return
         _raise_of_dtypes(

@@ -253,3 +253,9 @@ def test_the_worker_decides_where_the_meta_kernel_alone_refuses(
         assert isinstance(caught.value, dr.RemoteError)
     finally:
         library._destroy()
+
+
+def test_a_number_of_another_type_is_rehearsed_too(session: object) -> None:
+    """The operator and its tensors had been taken, with a number that fits."""
+    _x(REMOTE).mul_(2.0)
+    at_once(lambda d: _x(d).mul_(1j))

@@ -10,6 +10,8 @@ import torch
 from torch.nn import parameter as _parameter
 from torch.nn.parameter import is_lazy
 
+from ..tensors.parameters import without_shape
+from ..tensors.subclasses import origin_of
 from ..tensors.tensor import DistributedTensor
 
 
@@ -48,6 +50,12 @@ def set_aside(module: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor
             )
         )
         value._remote = sample.device if isinstance(sample, DistributedTensor) else None
+        if isinstance(value, DistributedTensor) and value._remote is None:
+            # It was made on a worker, and leaves it before it has a shape.
+            kind = origin_of(type(value))
+            torch.utils.swap_tensors(value, without_shape(kind, value.requires_grad, sample))
+            owner[name] = None
+            continue
         # What has no shape yet stays where it is. It takes the dtype, `.half()`, with it.
         value.data = (
             sample if value._remote is None else torch.empty(0, dtype=sample.dtype, device=value.data.device)

@@ -22,6 +22,7 @@ from ..session.requests import Request
 from ..session.session import session_of_log
 from ..session.stalls import note_wait
 from ..session.timeouts import checked, deadline_in, left_until
+from .parameters import without_shape
 from .tensor import DistributedTensor
 
 log = logging.getLogger("distruntime")
@@ -190,6 +191,8 @@ class Kind:
 
     def made_of(self, value: torch.Tensor) -> torch.Tensor:
         """Return a value as one of this kind."""
+        if issubclass(self.cls, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)):
+            return without_shape(self.cls, bool(self.param), value)
         if self.param is not None and issubclass(self.cls, torch.nn.Parameter):
             return self.cls(value, self.param)
         own = value if self.cls is torch.Tensor else value.as_subclass(self.cls)

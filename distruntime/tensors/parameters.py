@@ -23,6 +23,10 @@ class _New(Protocol):
     def __call__(self, cls: type, data: torch.Tensor | None, requires_grad: bool) -> Parameter: ...
 
 
+class _NewWithoutShape(Protocol):
+    def __call__(self, requires_grad: bool, device: torch.device, dtype: torch.dtype) -> torch.Tensor: ...
+
+
 _new: _New = Parameter.__new__
 _swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
 # These belong to the value.
@@ -40,6 +44,13 @@ def new_parameter(cls: type, data: torch.Tensor | None = None, requires_grad: bo
         found: Parameter = make_subclass(kind, data, requires_grad)  # type: ignore[assignment]
         return found
     return _new(kind, data, requires_grad)
+
+
+def without_shape(kind: type, requires_grad: bool, like: torch.Tensor) -> torch.Tensor:
+    """Make a parameter or a buffer of a lazy module, where `like` is and of its dtype."""
+    # The types of torch's class claim the arguments of `Parameter`.
+    make: _NewWithoutShape = kind  # type: ignore[assignment]
+    return make(requires_grad, like.device, like.dtype)
 
 
 class _Hooked(Protocol):

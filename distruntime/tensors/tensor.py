@@ -13,6 +13,7 @@ from typing import NoReturn, Protocol, SupportsIndex, overload
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 from torch.types import Number
 
 from ..errors import NotSupportedError, PlacementError, UsageError, of_caller, without_our_frames
@@ -350,6 +351,9 @@ class DistributedTensor(torch.Tensor):
 
     @without_our_frames
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
+        if is_lazy(self):
+            # What has no shape has no values. torch does not pickle where it is, either.
+            return self.origin, (self.requires_grad,)
         fetched = saving.get()
         if fetched is not None:
             reduced: str | tuple[object, ...] = fetched(self).__reduce_ex__(protocol)

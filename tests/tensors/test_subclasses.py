@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -133,6 +135,21 @@ def test_lazy_modules_take_a_dtype_before_they_have_a_shape(session: object) -> 
     for module in (nn.LazyLinear(4, device=REMOTE).half(), nn.LazyLinear(4).to(REMOTE).half()):
         module(torch.ones(2, 3, device=REMOTE, dtype=torch.float16))
         assert module.weight.dtype is torch.float16 and module.weight.device.type == "remote"
+
+
+def test_lazy_modules_leave_a_worker_before_they_have_a_shape(session: object, tmp_path: Path) -> None:
+    module = nn.LazyLinear(4, device=REMOTE)
+    torch.save(module, tmp_path / "module.pt")
+    copies = [
+        pickle.loads(pickle.dumps(module)),
+        torch.load(tmp_path / "module.pt", weights_only=False),
+        dr.fetch({"weight": module.weight}),
+        module.to("cpu"),
+    ]
+    for found in copies:
+        weight = found["weight"] if isinstance(found, dict) else found.weight  # type: ignore[union-attr]
+        assert type(weight) is nn.UninitializedParameter and weight.device.type == "cpu"
+    assert module(torch.ones(2, 3)).shape == (2, 4) and module.weight.device.type == "cpu"
 
 
 def fused(device: str) -> list[torch.Tensor]:

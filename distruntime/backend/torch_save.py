@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 import io
-import pickle
 from collections.abc import Callable
 from contextlib import suppress
 from types import ModuleType
@@ -201,7 +200,7 @@ def save(obj: object, f: object, *args: object, **kwargs: object) -> None:
         return _save(obj, f, *args, **kwargs)
     options = _arguments.bind(obj, f, *args, **kwargs).arguments
     del options["obj"], options["f"]
-    walk = _Walk(options.pop("pickle_module", pickle))
+    walk = _Walk(options.pop("pickle_module", _arguments.parameters["pickle_module"].default))
     token = saving.set(_fetched)
     try:
         with suppress(_Walked):

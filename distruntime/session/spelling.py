@@ -113,7 +113,7 @@ def twin_on(places: Places, node: int, device: object, own: Place) -> Place:
     Without a device that is the node's device of the same name. What is on a GPU goes to a GPU, so a node
     without one refuses it.
     """
-    on_gpu = own.local_device != "cpu"
+    on_gpu = own.local_device != "cpu" and not own.members
     if on_gpu and device is None and places.devices(node) == ["cpu"]:
         raise PlacementError(
             f"node {node} has no GPU, and {own} is one: expected a device of that node, as in "

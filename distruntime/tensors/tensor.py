@@ -107,8 +107,8 @@ class DistributedTensor(torch.Tensor):
 
     def get_device(self) -> int:
         """Return -1 for the CPU of its node, k for `cuda:k`."""
-        kind, _, index = self.place.local_device.partition(":")
-        number = DeviceIndex(-1 if kind == "cpu" else index)
+        _, _, index = self.place.local_device.partition(":")
+        number = DeviceIndex(index if index.isdigit() else -1)
         number.place = self.place
         return number
 

@@ -10,6 +10,7 @@ import pytest
 
 from distruntime.wire.channel import Channel
 from distruntime.wire.messages import Message, Peers, Signal
+from distruntime_worker.collectives import peers
 from distruntime_worker.collectives.peers import PeerChannel
 from network import Network
 from processes import pause, until
@@ -95,3 +96,26 @@ def test_another_worker_in_the_place_of_one_begins_to_count_anew(two: Two) -> No
         two.channels[0].meet(Peers(0, SECRET, ["", other.networks[1].address]))
         two.channels[0].send(1, Signal(8, ""))
         until(lambda: other.heard[1] == [8])
+
+
+def test_a_worker_takes_the_place_of_one_that_is_to_be_dialled_again(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new connection was given up when the old one's time had come, and what was said then was lost: a
+    group with a restarted worker was never joined.
+    """
+    # The time to dial again comes after the new worker has been met.
+    monkeypatch.setattr(peers, "_PAUSE", 0.5)
+    sender = two.channels[0]
+    sender.send(1, Signal(7, ""))
+    until(lambda: two.heard[1] == [7])
+    two.networks[1].tear()
+    until(lambda: bool(sender._again))
+    with ExitStack() as stack:
+        other = Two(stack)
+        sender.meet(Peers(0, SECRET, ["", other.networks[1].address]))
+        sender.send(1, Signal(8, ""))
+        until(lambda: other.heard[1] == [8])
+        until(lambda: not sender._again)
+        sender.send(1, Signal(9, ""))
+        until(lambda: other.heard[1] == [8, 9])

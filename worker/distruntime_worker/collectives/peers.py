@@ -117,7 +117,11 @@ class PeerChannel:
         Under the old one libzmq would send what was for the broken connection.
         """
         assert self._peers is not None
+        # A worker that has taken a lost one's place is not dialled anew when the lost one's time has come.
+        self._again.pop(node, None)
         self._channel.hang_up(way.name)
+        # What is said from now on waits until the new connection has told what came on the old one.
+        way.link.peer = None
         way.name = f"node-{node}.{self._numbers()}".encode()
         self._channel.connect(way.address, way.name)
         # What the reader hears of the connection before waits for `_dialling`, which is held.
@@ -167,10 +171,11 @@ class PeerChannel:
     def _dial_again(self) -> None:
         for node, when in list(self._again.items()):
             if time.monotonic() >= when:
-                del self._again[node]
                 # The address was found wrong when it was dialled first, and that was said then.
                 with self._dialling, suppress(ConfigurationError):
-                    self._dial(node, self._ways[node])
+                    # Whoever sends may have dialled meanwhile.
+                    if self._again.get(node) == when:
+                        self._dial(node, self._ways[node])
 
     def _say(self, peer: bytes, message: Message) -> None:
         # An event tells of it.

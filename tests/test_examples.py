@@ -65,6 +65,8 @@ def without_figures(lines: list[str]) -> list[str]:
 ALONE = [example for example in EXAMPLES if example.stem != "02_digits"]
 LONG = {
     "04_gpt": "trains a language model for 250 steps, 20 s of a core",
+    "10_tensor_parallel": "trains a Llama that is cut over a mesh, 11.5 s in the suite",
+    "11_fsdp": "trains a sharded model, 10.4 s in the suite",
 }
 
 

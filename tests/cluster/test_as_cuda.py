@@ -360,6 +360,7 @@ def saved_parts(saved: list[Any]) -> list[list[Any]]:
     return [[file["model"], file["optimizer"]["state"]] for file in saved]
 
 
+@pytest.mark.slow(reason="starts a script twice, once on a worker: 11.5 s in the suite")
 def test_a_script_for_cuda_runs_unchanged(tmp_path: Path) -> None:
     """Mixed precision, a scaler, pinned loading, a fused optimizer and a checkpoint, as people write them."""
     printed, saved, said = [], [], []

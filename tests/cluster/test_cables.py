@@ -93,9 +93,13 @@ TROUBLES = {
 
 
 _LONG = pytest.mark.slow(reason="waits until TCP gives a connection up")
+_SLOW = pytest.mark.slow(reason="starts a worker as a program behind a cable: 10.9 s in the suite")
 
 
-@pytest.mark.parametrize("listen", [False, True], ids=["the master dials", "the worker dials"])
+@pytest.mark.parametrize(
+    "listen",
+    [pytest.param(False, marks=_SLOW, id="the master dials"), pytest.param(True, id="the worker dials")],
+)
 @pytest.mark.parametrize(
     "what", [what if what == "pulled for a second" else pytest.param(what, marks=_LONG) for what in TROUBLES]
 )

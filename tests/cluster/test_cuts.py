@@ -419,6 +419,7 @@ def patient(daemon: ListeningWorker, fresh_session: Start, tmp_path: Path) -> It
     worker.stop()
 
 
+@pytest.mark.slow(reason="a kernel computes for longer than silence is borne: 11 to 15 s in the suite")
 def test_a_worker_in_a_long_kernel_is_not_unreachable(patient: Any) -> None:
     x = torch.rand(64, 64, device="remote")
     size = 700

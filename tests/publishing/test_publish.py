@@ -501,6 +501,7 @@ def run(source: str, address: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow(reason="starts two masters, one after the other, with two daemons: 12.1 s in the suite")
 def test_a_killed_kernel_costs_nothing_that_was_published(daemons: list[Keeping]) -> None:
     (daemon,) = daemons
     first = run(_FIRST, daemon.address)

@@ -51,6 +51,8 @@ class Terminal:
         )
         os.close(theirs)
         self.said = ""  # since the last `expect`
+        # Whether it has imported what a session needs.
+        self.ready = False
 
     def send(self, text: str) -> None:
         os.write(self._end, text.encode())
@@ -100,17 +102,36 @@ def _own_terminal() -> None:
     )  # the first terminal that a session leader opens is its own: Ctrl-C goes there
 
 
+_open: list[Terminal] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _the_last_prompt_is_closed() -> Iterator[None]:
+    yield
+    for terminal in _open:
+        terminal.close()
+
+
 @pytest.fixture
 def python() -> Iterator[Terminal]:
-    """A plain Python that has a session with one worker."""
-    terminal = Terminal("-q")
+    """A plain Python that has a session with one worker.
+
+    The next test has a new session in it: a start and its imports take four seconds of a core. A prompt that
+    does not come back is not used again.
+    """
+    terminal = _open.pop() if _open else Terminal("-q")
     try:
-        terminal.expect(">>> ")
-        terminal.enter("import torch, distruntime as dr")
+        if not terminal.ready:
+            terminal.expect(">>> ")
+            terminal.enter("import torch, distruntime as dr")
+            terminal.ready = True
         terminal.enter("session = dr.init_master_worker(world_size=1)")
         yield terminal
-    finally:
+        terminal.enter("if dr.is_initialized(): dr.cancel(); dr.shutdown(timeout=60)\n")
+    except BaseException:
         terminal.close()
+        raise
+    _open.append(terminal)
 
 
 @pytest.fixture

@@ -131,6 +131,7 @@ CONVOLUTIONS: dict[str, tuple[Function, tuple[int, ...], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.parametrize("mesh", ["2", "2x2"], indirect=True)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions_however_images_are_cut(mesh: dr.DeviceMesh, name: str) -> None:
     """Cut along their width, eight columns became two."""

@@ -206,7 +206,12 @@ class RemoteGenerator(Generator):
         )
 
     def __del__(self) -> None:
-        if hasattr(self, "_pristine") and not torch.equal(_Own.get_state(self), self._pristine):
+        if not hasattr(self, "_pristine"):
+            return
+        # A collection may come while somebody's mode is on, such as that of a compilation.
+        with torch._C._DisableTorchDispatch():
+            same = torch.equal(_Own.get_state(self), self._pristine)
+        if not same:
             warnings.warn(self._misused(), stacklevel=2)
 
     def __deepcopy__(self, memo: dict[int, object]) -> RemoteGenerator:
@@ -271,7 +276,9 @@ def _break_graphs(module: ModuleType) -> None:
 
     It would hand the C++ of a draw an empty generator.
     """
-    variable = module.TorchScriptObjectVariable
+    # torch 2.15 has given the class another name.
+    names = vars(module)
+    variable = names.get("TorchScriptObjectVariable") or names["CustomClassObjectVariable"]
     own = variable.is_matching_cls
 
     def is_matching_cls(cls: type) -> bool:

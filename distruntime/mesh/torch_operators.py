@@ -58,9 +58,12 @@ def prepare(handlers: dict[Any, Handler]) -> None:
     for op, compute in ours.items():
         handlers[op] = _of_meshes(handlers, handlers.get(op), compute)
     kept = dict(handlers)
-    # Up to torch 2.11 DTensor has no strategy for it, and redistributing below autograd needs one.
+    # Up to torch 2.11 DTensor has no strategy for it, and redistributing below autograd needs one. From 2.15
+    # on it has both of another kind.
     strategies = _tensor.DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
-    strategies.setdefault(torch.ops.aten.detach_.default, strategies[torch.ops.aten.detach.default])
+    known = strategies.get(_aten.detach.default)
+    if known is not None:
+        strategies.setdefault(_aten.detach_.default, known)
     _parallel_loss._disable_custom_loss_ops = _giving_back(_parallel_loss._disable_custom_loss_ops, kept)
 
 

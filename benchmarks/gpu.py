@@ -1,25 +1,58 @@
-"""A GPU behind a worker, against the same GPU used by this process: a GPT-2 training step op by op, large
-copies, and streams that overlap.
+"""A GPU behind a worker, against the same GPU used by this process: GPT-2 training steps op by op, large
+copies, streams that overlap, two workers on one GPU, and NCCL between two GPUs.
 
-Run it alone, `python -m benchmarks gpu`; without a GPU it says so and measures nothing. The worker is started
-here and shares the GPU with this process, and the two sides work in turn, never at once.
+Run it alone, `python -m benchmarks gpu`; without a GPU it says so and measures nothing. Workers are started
+here and share the GPU with this process, and the two sides work in turn, never at once.
+
+    python -m benchmarks.gpu training [--quick]             one part
+    python -m benchmarks.gpu training --tiny [--simulate-cuda 2]   without a GPU: does the program run?
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import math
+import os
+import sys
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 import distruntime as dr
 
-from .harness import Figure, in_turn, seconds
+from .harness import Figure, in_turn, row, seconds
 
-BATCH, CONTEXT = 8, 512
-STEPS = 20
-NBYTES = 256 << 20
+# The process ends with it where a figure cannot be measured on this machine.
+LEFT_OUT = 4
+# The process ends with it where a figure is on the wrong side of its bar. An exception ends it with 1.
+MISSED = 3
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large everything is, and the device of this process that the worker is compared with."""
+
+    local: str
+    layers: int
+    width: int
+    # The batches and contexts that GPT-2 trains with.
+    tokens: tuple[tuple[int, int], ...]
+    steps: int
+    rounds: int
+    nbytes: int
+    # The side of a matrix in a chain of products, and how many there are.
+    side: int
+    products: int
+
+
+_TOKENS = ((8, 512), (8, 1024), (16, 1024))
+FULL = Size("cuda", 12, 768, _TOKENS, 20, 9, 256 << 20, 1024, 100)
+QUICK = Size("cuda", 12, 768, _TOKENS, 4, 3, 256 << 20, 1024, 20)
+# It shows that the program runs, also without a GPU. Its numbers mean nothing.
+TINY = Size("cpu", 2, 64, ((2, 16), (2, 32), (4, 32)), 2, 2, 1 << 20, 64, 5)
 
 
 def measure(quick: bool) -> list[Figure]:
@@ -27,15 +60,40 @@ def measure(quick: bool) -> list[Figure]:
     if not torch.cuda.is_available():
         print("no GPU: nothing measured", flush=True)
         return []
-    with dr.init_master_worker(world_size=1, quiet=True):
-        assert dr.zeros(1).place == dr.place(0, "cuda:0")
-        return [*training(quick), *copies(quick), *overlap(quick)]
+    figures: list[Figure] = []
+    for name in PARTS:
+        figures += part(name, QUICK if quick else FULL, 0)
+    return figures
 
 
-def stepper(device: str, model: torch.nn.Module) -> Callable[[], torch.Tensor]:
+def part(name: str, size: Size, simulate_cuda: int) -> list[Figure]:
+    """Return the figures of one part, measured in a session of its own."""
+    workers, work = PARTS[name]
+    with dr.init_master_worker(world_size=workers, quiet=True, simulate_cuda=simulate_cuda):
+        return work(size)
+
+
+def accelerator(node: int = 0) -> dr.Place:
+    """Return a node's first accelerator."""
+    names = [device.name for device in dr.nodes()[node].devices if device.name != "cpu"]
+    if not names:
+        raise SystemExit(f"node {node} offers no accelerator")
+    return dr.place(node, f"accelerator:{names[0].partition(':')[2]}")
+
+
+def settle(size: Size) -> None:
+    """Wait for this process's own device."""
+    if size.local != "cpu":
+        torch.cuda.synchronize()
+
+
+def stepper(
+    device: str, model: torch.nn.Module, batch: int, context: int, size: Size
+) -> Callable[[], torch.Tensor]:
     """Return a function that makes one step and returns the loss: autocast to bfloat16, fused AdamW."""
     model.to(device)
-    tokens = torch.randint(0, 50257, (BATCH, CONTEXT), generator=torch.Generator().manual_seed(0)).to(device)
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 50257, (batch, context), generator=draw).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step() -> torch.Tensor:
@@ -49,46 +107,66 @@ def stepper(device: str, model: torch.nn.Module) -> Callable[[], torch.Tensor]:
     return step
 
 
-def training(quick: bool) -> list[Figure]:
-    """Return the ratio of a step of GPT-2 small (124 million parameters), 8 x 512 tokens, the loss read after
-    the last.
-    """
+def training(size: Size) -> list[Figure]:
+    """Return the ratios of a step of GPT-2 small (124 million parameters), the loss read after the last."""
     from transformers import (
         GPT2Config,
         GPT2LMHeadModel,
     )  # only here, as it takes seconds, and other benchmarks do without it
 
-    model = GPT2LMHeadModel(
-        GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    )  # no dropout, so that both sides draw nothing
-    steps, rounds = (STEPS // 5, 3) if quick else (STEPS, 9)
-    local, remote = stepper("cuda", copy.deepcopy(model)), stepper("remote", model)
+    # There is no dropout, so that both sides draw nothing.
+    config = GPT2Config(
+        n_layer=size.layers,
+        n_embd=size.width,
+        n_head=size.width // 64,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    model = GPT2LMHeadModel(config)
+    return [_trained(model, batch, context, size) for batch, context in size.tokens]
+
+
+def _trained(model: torch.nn.Module, batch: int, context: int, size: Size) -> Figure:
+    local = stepper(size.local, copy.deepcopy(model), batch, context, size)
+    remote = stepper("remote", copy.deepcopy(model), batch, context, size)
+    losses: dict[Callable[[], torch.Tensor], float] = {}
+    # The issuing thread's own time of each step, without what it waits for.
+    own: list[float] = []
 
     def run(step: Callable[[], torch.Tensor]) -> float:
         def work() -> None:
-            for _ in range(steps):
+            began = time.thread_time()
+            for _ in range(size.steps):
                 loss = step()
+            if step is remote:
+                own.append((time.thread_time() - began) / size.steps)
             losses[step] = loss.item()
 
-        return seconds(work) / steps
+        return seconds(work) / size.steps
 
-    losses: dict[Callable[[], torch.Tensor], float] = {}
     run(remote), run(local)
+    own.clear()
     assert math.isclose(losses[remote], losses[local], rel_tol=0.01), (
         f"the losses differ: {losses[remote]}, local {losses[local]}"
     )
-    ratio, ours, theirs = in_turn(lambda: run(remote), lambda: run(local), rounds)
-    note = f"{ours * 1e3:.1f} ms, local {theirs * 1e3:.1f} ms, {BATCH * CONTEXT / ours:,.0f} tokens a second"
-    return [Figure("GPT-2 small step, op by op / local on the same GPU", ratio, "x", 1.05, note)]
+    ratio, ours, theirs = in_turn(lambda: run(remote), lambda: run(local), size.rounds)
+    note = (
+        f"{ours * 1e3:.1f} ms, local {theirs * 1e3:.1f} ms, {batch * context / ours:,.0f} tokens a second; "
+    )
+    note += f"the master's own {min(own) * 1e3:.1f} ms"
+    return Figure(
+        f"GPT-2 small step, {batch} x {context}, op by op / local on the same GPU", ratio, "x", 1.05, note
+    )
 
 
-def copies(quick: bool) -> list[Figure]:
+def copies(size: Size) -> list[Figure]:
     """Return the rates of 256 MiB to the GPU and back, against this process's own copies from and to pinned
     memory.
     """
-    rounds = 3 if quick else 11
-    tensor = torch.randn(NBYTES // 4)
-    pinned, there = tensor.pin_memory(), tensor.to("cuda")
+    tensor = torch.randn(size.nbytes // 4)
+    pinned = tensor.pin_memory() if size.local != "cpu" else tensor.clone()
+    there = tensor.clone().to(size.local)
     remote = [tensor.to("remote")]
 
     def up() -> float:
@@ -101,7 +179,7 @@ def copies(quick: bool) -> list[Figure]:
     def local(target: torch.Tensor, source: torch.Tensor) -> Callable[[], float]:
         def run() -> None:
             target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize()
+            settle(size)
 
         return lambda: seconds(run)
 
@@ -112,11 +190,12 @@ def copies(quick: bool) -> list[Figure]:
     for name, ours, theirs in (("up", up, local(there, pinned)), ("down", down, local(pinned, there))):
         for _ in range(3):
             ours(), theirs()
-        ratio, other, mine = in_turn(theirs, ours, rounds)  # seconds of theirs over ours: a ratio of rates
-        note = f"{NBYTES / mine / 2**30:.2f} GiB/s, pinned {NBYTES / other / 2**30:.2f}"
+        # These are seconds of theirs over ours: a ratio of rates.
+        ratio, other, mine = in_turn(theirs, ours, size.rounds)
+        note = f"{size.nbytes / mine / 2**30:.2f} GiB/s, pinned {size.nbytes / other / 2**30:.2f}"
         figures.append(
             Figure(
-                f"256 MiB {name}, GPU of a worker / local copy of pinned memory",
+                f"{size.nbytes >> 20} MiB {name}, GPU of a worker / local copy of pinned memory",
                 ratio,
                 "x",
                 None,
@@ -128,20 +207,25 @@ def copies(quick: bool) -> list[Figure]:
     return figures
 
 
-def overlap(quick: bool) -> list[Figure]:
+def _chain(matrix: torch.Tensor, products: int) -> torch.Tensor:
+    x = matrix
+    for _ in range(products):
+        x = x @ matrix
+    return x
+
+
+def overlap(size: Size) -> list[Figure]:
     """Return the ratios of two chains of products on one stream and on two, and of a chain with a 256 MiB
     download beside it.
     """
-    rounds, products = (3, 20) if quick else (9, 100)
-    one, two = dr.Stream(0, "cuda:0"), dr.Stream(0, "cuda:0")
-    a, large = torch.randn(1024, 1024, device=one.device) / 32, torch.randn(NBYTES // 4, device=one.device)
+    place = accelerator()
+    one, two = dr.Stream(place), dr.Stream(place)
+    a = torch.randn(size.side, size.side, device=place) / math.sqrt(size.side)
+    large = torch.randn(size.nbytes // 4, device=place)
 
     def chain(stream: dr.Stream) -> torch.Tensor:
         with dr.stream(stream):
-            x = a
-            for _ in range(products):
-                x = x @ a
-        return x
+            return _chain(a, size.products)
 
     def chains(*streams: dr.Stream) -> float:
         def run() -> None:
@@ -166,11 +250,11 @@ def overlap(quick: bool) -> list[Figure]:
         return seconds(run)
 
     chains(one, two), download(), both()
-    ratio, alone, together = in_turn(lambda: chains(one, one), lambda: chains(one, two), rounds)
+    ratio, alone, together = in_turn(lambda: chains(one, one), lambda: chains(one, two), size.rounds)
     note = f"{alone * 1e3:.1f} ms, {together * 1e3:.1f} ms"
     figures = [
         Figure(
-            "GPU: two chains of products (1024 x 1024), on one stream / on two",
+            f"GPU: two chains of products ({size.side} x {size.side}), on one stream / on two",
             ratio,
             "x",
             None,
@@ -178,11 +262,145 @@ def overlap(quick: bool) -> list[Figure]:
             most=False,
         )
     ]
-    ratio, total, longer = in_turn(both, lambda: max(chains(one), download()), rounds)
+    ratio, total, longer = in_turn(both, lambda: max(chains(one), download()), size.rounds)
     note = f"{total * 1e3:.1f} ms, the longer alone {longer * 1e3:.1f} ms"
-    return [
-        *figures,
-        Figure(
-            "GPU: a chain of products with a 256 MiB download beside it / the longer", ratio, "x", 1.3, note
-        ),
+    name = f"GPU: a chain of products with a {size.nbytes >> 20} MiB download beside it / the longer"
+    return [*figures, Figure(name, ratio, "x", 1.3, note)]
+
+
+def processes(size: Size) -> list[Figure]:
+    """Return what it costs that two workers share a GPU: two chains of products, one on each or both on one,
+    and a copy between them, which passes through the host.
+    """
+    first, second = accelerator(0), accelerator(1)
+    matrices = [
+        torch.randn(size.side, size.side, device=place) / math.sqrt(size.side) for place in (first, second)
     ]
+
+    def chains(*which: int) -> float:
+        def run() -> None:
+            kept = [_chain(matrices[k], size.products) for k in which]
+            dr.synchronize()
+            del kept
+
+        return seconds(run)
+
+    chains(0, 1), chains(0, 0)
+    ratio, shared, alone = in_turn(lambda: chains(0, 1), lambda: chains(0, 0), size.rounds)
+    note = f"{shared * 1e3:.1f} ms, {alone * 1e3:.1f} ms"
+    figures = [
+        Figure("two chains of products, on two workers of one GPU / on one worker", ratio, "x", None, note)
+    ]
+    large = torch.randn(size.nbytes // 4, device=first)
+
+    def copied() -> float:
+        def run() -> None:
+            large.to(second)[-1].item()
+
+        return seconds(run)
+
+    copied()
+    rate = size.nbytes / min(copied() for _ in range(size.rounds)) / 2**30
+    name = f"{size.nbytes >> 20} MiB between two workers of one GPU"
+    return [*figures, Figure(name, rate, "GiB/s", None, "through the host", most=False)]
+
+
+def between(size: Size) -> list[Figure]:
+    """Return the rates of a copy and of a sum between the GPUs of two workers, the copy against that of this
+    process between the same GPUs.
+    """
+    first, second = accelerator(0), accelerator(1)
+    large = torch.randn(size.nbytes // 4, device=first)
+    peers = [f"{size.local}:{k}" if size.local != "cpu" else "cpu" for k in range(2)]
+    source, target = (torch.zeros(size.nbytes // 4, device=peer) for peer in peers)
+
+    def copied() -> float:
+        def run() -> None:
+            large.to(second)[-1].item()
+
+        return seconds(run)
+
+    def local() -> float:
+        def run() -> None:
+            target.copy_(source)
+            for k in range(2 if size.local != "cpu" else 0):
+                torch.cuda.synchronize(k)
+
+        return seconds(run)
+
+    copied(), local()
+    ratio, theirs, ours = in_turn(local, copied, size.rounds)
+    note = f"{size.nbytes / ours / 2**30:.2f} GiB/s, torch's own {size.nbytes / theirs / 2**30:.2f}"
+    name = f"{size.nbytes >> 20} MiB between the GPUs of two workers / torch's own copy"
+    figures = [Figure(name, ratio, "x", None, note, most=False)]
+    group = dr.new_group([first, second])
+    for nbytes in (size.nbytes, 1024):
+        tensors = [torch.ones(nbytes // 4, device=place) for place in (first, second)]
+
+        def summed(tensors: list[torch.Tensor] = tensors) -> float:
+            def run() -> None:
+                dr.all_reduce(tensors, group=group)
+                tensors[0][-1].item()
+
+            return seconds(run)
+
+        summed()
+        took = min(summed() for _ in range(max(5, size.rounds)))
+        rate, unit, what = (
+            (nbytes / took / 2**30, "GiB/s", f"{nbytes >> 20} MiB")
+            if nbytes > 1024
+            else (took * 1e6, "us", "1 KiB")
+        )
+        figures.append(
+            Figure(
+                f"{what} all_reduce between the GPUs of two workers, and a read",
+                rate,
+                unit,
+                None,
+                "",
+                unit == "us",
+            )
+        )
+    return figures
+
+
+# Each part, and how many workers its session has.
+PARTS: dict[str, tuple[int, Callable[[Size], list[Figure]]]] = {
+    "training": (1, training),
+    "copies": (1, copies),
+    "streams": (1, overlap),
+    "processes": (2, processes),
+    "nccl": (2, between),
+}
+
+
+def main() -> int:
+    """Measure one part."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu")
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--tiny", action="store_true", help="to see that it runs; its numbers mean nothing")
+    parser.add_argument("--simulate-cuda", type=int, default=0, metavar="N", help="with --tiny")
+    options = parser.parse_args()
+    if options.part == "processes":
+        # Both workers are to share one GPU, and so is this process.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    size = TINY if options.tiny else QUICK if options.quick else FULL
+    if size.local != "cpu" and not torch.cuda.is_available():
+        print("no GPU: nothing measured")
+        return LEFT_OUT
+    if options.part == "nccl" and size.local != "cpu" and torch.cuda.device_count() < 2:
+        print(f"needs two GPUs, and there is {torch.cuda.device_count()}")
+        return LEFT_OUT
+    try:
+        figures = part(options.part, size, options.simulate_cuda)
+    except ModuleNotFoundError as error:
+        print(f"needs the package {error.name}")
+        return LEFT_OUT
+    print("\n".join(map(row, figures)), flush=True)
+    return 0 if options.tiny or all(figure.passed for figure in figures) else MISSED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`torch.autocast("remote")`: on a place, what torch's own autocast does on a CPU or on a GPU.
+"""`torch.autocast("remote")`: on a place, what torch's own autocast does on a device of its kind.
 
 Proxies carry the key AutocastPrivateUse1, which torch looks at only while autocast of "remote" is on. torch's
 dispatcher tells which operators are listed, since the kernels of every device's autocast are registered
@@ -22,7 +22,7 @@ from ..operators.proxies import AUTOCAST, AUTOCAST_KEY
 from ..session.session import active
 from ..tensors.subclasses import plain_operands
 from ..tensors.tensor import DistributedTensor
-from .fused import KERNELS, Kernel, whole
+from .fused import RECURRENT, Kernel, whole
 
 _aten = torch.ops.aten
 _BELOW = torch._C._dispatch_keyset_full_after(AUTOCAST_KEY)
@@ -32,12 +32,17 @@ Policy = Callable[[Sequence[object], dict[str, object]], object]
 
 # -- what torch does with the operators that it lists --------------------------------------------------------
 
-CPU, GPU = "AutocastCPU", "AutocastCUDA"
+# Each kind of device has the dispatcher's key of its own autocast.
+KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
+# Accelerators from outside of torch register their autocast in the worker's process, where this one cannot
+# look. Theirs is taken to be CUDA's, from which such packages begin.
+OTHER = "cuda"
 
-# These run in autocast's dtype, on CPUs and GPUs.
+# These run in autocast's dtype, on CPUs and accelerators.
 _LOWERED = frozenset(
     """
-    _addmm_activation _convolution _cudnn_rnn _native_multi_head_attention _scaled_dot_product_flash_attention
+    _addmm_activation _convolution _cudnn_rnn _mps_convolution _native_multi_head_attention
+    _scaled_dot_product_flash_attention
     _thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm addmm addmv addr baddbmm bmm chain_matmul conv1d conv2d
     conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d convolution cudnn_convolution
     cudnn_convolution_transpose einsum gru_cell linalg_multi_dot linalg_vecdot linear lstm_cell matmul
@@ -45,42 +50,42 @@ _LOWERED = frozenset(
     """.split()
 )
 # These run in the widest dtype among their operands.
-_PROMOTED = {
-    CPU: frozenset("cat index_copy stack".split()),
-    GPU: frozenset(
-        "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot".split()
-    ),
-}
+_PROMOTED_ON_CPUS = frozenset("cat index_copy stack".split())
+_PROMOTED = frozenset(
+    "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot".split()
+)
 
 
-def policy(backend: str, op: Operator) -> Callable[[Operator], Policy]:
-    """Return what happens to a listed operator: what the table says, or else float32.
+def policy(kind: str, op: Operator) -> Callable[[Operator], Policy]:
+    """Return what a listed operator does on devices of a kind: what the table says, or else float32.
 
     torch lists most operators for float32.
     """
     name = op._schema.name.removeprefix("aten::")
+    if kind == "mps" and name == "conv_transpose3d":
+        return in_float32
     if name in _LOWERED:
         return lowered
-    if name in _PROMOTED[backend]:
+    if name in (_PROMOTED_ON_CPUS if kind == "cpu" else _PROMOTED):
         return promoted
-    if backend == GPU and name == "binary_cross_entropy":
+    if kind != "cpu" and name == "binary_cross_entropy":
         return banned
-    if backend == GPU and name == "norm":
+    if kind != "cpu" and name == "norm":
         return appended
-    if backend == GPU and any(a.name == "dtype" for a in op._schema.arguments):
+    if kind not in ("cpu", "mps") and any(a.name == "dtype" for a in op._schema.arguments):
         return with_float32_result
     return in_float32
 
 
-def listed(backend: str) -> dict[Operator, Callable[[Operator], Policy]]:
-    """Return the operators that torch's autocast changes on CPUs or GPUs, each with its policy."""
+def listed(kind: str) -> dict[Operator, Callable[[Operator], Policy]]:
+    """Return the operators that torch's autocast changes on devices of a kind, each with its policy."""
     found = {}
-    for name in torch._C._dispatch_get_registrations_for_dispatch_key(backend):
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key(KEYS[kind]):
         namespace, _, rest = name.partition("::")
         if namespace == "aten":
             base, _, overload = rest.partition(".")
             op = getattr(getattr(_aten, base), overload or "default")
-            found[op] = policy(backend, op)
+            found[op] = policy(kind, op)
     return found
 
 
@@ -265,11 +270,12 @@ def _place(args: Sequence[object]) -> Residence | None:
     return None
 
 
-def _kernel(op: Operator, on_cpu: Policy | None, on_gpu: Policy | None) -> Kernel:
+def _kernel(op: Operator, policies: dict[str, Policy]) -> Kernel:
     def run(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> object:
         args = tuple(plain_operands(args))
         place = _place(args)
-        apply = None if place is None else on_cpu if place.on_cpu else on_gpu
+        kind = None if place is None else place.kind
+        apply = None if kind is None else policies.get(kind if kind in KEYS else OTHER)
         try:
             if apply is None:
                 # It is not listed for this device. Its parts may be.
@@ -323,22 +329,24 @@ def _exited(
 
 
 def install_autocast(library: torch.library.Library, fallback: torch.library.Library) -> None:
-    """Register the kernels of "remote" for each operator that torch lists for CPUs or GPUs.
+    """Register the kernels of "remote" for each operator that torch lists for a kind of device.
 
     Every other operator falls through.
     """
     fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    cpu, gpu = listed(CPU), listed(GPU)
-    # On a GPU recurrent layers are lowered as a whole, since cuDNN's kernel is listed. On a CPU they run
-    # under the worker's own autocast.
-    gpu.update({op: lowered for op in KERNELS if op not in gpu})
-    # Where autocast is on, torch's Python takes these fused kernels on CPUs only; on proxies it cannot tell
-    # (up to torch 2.13).
-    gpu[_aten._native_multi_head_attention.default] = lowered
-    cpu[_aten._transformer_encoder_layer_fwd.default] = by_worker
-    for op in dict.fromkeys((*cpu, *gpu)):
-        kernel = _kernel(op, cpu[op](op) if op in cpu else None, gpu[op](op) if op in gpu else None)
-        library.impl(op, kernel, "AutocastPrivateUse1", with_keyset=True)
+    columns = {kind: listed(kind) for kind in KEYS}
+    for kind in columns.keys() - {"cpu"}:
+        column = columns[kind]
+        # On a GPU recurrent layers are lowered as a whole, since cuDNN's kernel is listed. On a CPU they run
+        # under the worker's own autocast.
+        column.update({op: lowered for op in RECURRENT if op not in column})
+        # Where autocast is on, torch's Python takes this fused kernel on CPUs only; on proxies it cannot tell
+        # (up to torch 2.13).
+        column[_aten._native_multi_head_attention.default] = lowered
+    columns["cpu"][_aten._transformer_encoder_layer_fwd.default] = by_worker
+    for op in dict.fromkeys(op for column in columns.values() for op in column):
+        policies = {kind: column[op](op) for kind, column in columns.items() if op in column}
+        library.impl(op, _kernel(op, policies), "AutocastPrivateUse1", with_keyset=True)
     torch.clear_autocast_cache = clear_autocast_cache
     torch.autocast.__enter__ = _entered  # type: ignore[method-assign]
     torch.autocast.__exit__ = _exited  # type: ignore[method-assign]

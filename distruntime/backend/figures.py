@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
 from ..errors import ProtocolError, UsageError
 from ..log.handle import Residence
 from ..session.holders import held
@@ -54,7 +52,7 @@ def _ask(place: Residence, function: str, kinds: tuple[type, ...]) -> list[objec
     node = place.worker
     session_of_log(node).require_open()
     node.require_alive()
-    found = read_function(node, function, [torch.device(place.place.local_device)])
+    found = read_function(node, function, [place.place])
     rows: list[object] = found[1:] if isinstance(found, list) else []
     if list(map(type, rows)) != list(kinds):
         raise ProtocolError(f"{node} answered {found!r:.80} when {function} was asked")

@@ -1,4 +1,4 @@
-"""Composites that decompose differently by device travel whole: attention and recurrent layers.
+"""Composites that decompose differently by device travel whole: attention, recurrent layers, RMS norms.
 
 Left alone, torch would take a proxy for a device it knows nothing of. Attention would become a T x T product,
 and two LSTM layers over 20 steps 2,366 instructions. Foreach and fused optimizers travel whole by themselves:
@@ -60,8 +60,11 @@ class Attention(Protocol):
 
 # These functions compute attention over DTensors: see mesh/torch_dtensor.py.
 of_dtensors: list[Attention] = []
-# This is torch.nn.attention.SDPBackend.FLASH_ATTENTION.
+# The kernels of attention have these numbers in torch.nn.attention.SDPBackend, from MATH on.
 _FLASH = 1
+# This is torch's own order. A program that was started under `sdpa_kernel` has no business here.
+_ORDER = tuple(torch._C._get_sdp_priority_order())
+_ATTENTION = _aten.scaled_dot_product_attention.default
 
 
 # -- attention -----------------------------------------------------------------------------------------------
@@ -82,7 +85,7 @@ def attention(
 
     That is by its fused kernel where torch would choose it there, and by the formula elsewhere.
     """
-    op = _aten.scaled_dot_product_attention.default
+    op = _ATTENTION
     given = [t for t in (query, key, value, attn_mask) if t is not None]
     proxies = [t for t in given if type(t) is DistributedTensor]
     if len(proxies) != len(given):
@@ -145,13 +148,33 @@ def _choice(
 
     It looks at metadata only, so the local twins' memory is never touched.
     """
-    twins = [torch.empty_strided(s.size, s.stride, dtype=s.dtype) for s in specs]
+    twins = [torch.empty_strided(s.size, s.stride, dtype=s.dtype, device="cpu") for s in specs]
     for twin, grad in zip(twins, grads):
         twin.requires_grad_(grad)
     mask = twins[3] if masked else None
     query, key, value = twins[:3]
     return torch._fused_sdp_choice(
         query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _chosen(op: Operator, place: Residence) -> tuple[int, ...] | None:
+    """Return the kernels of attention that this program lets a device choose from, the first one first.
+
+    Return None where that is left to torch, and where the master chooses itself.
+    """
+    if op != _ATTENTION or place.has_cpu_kernels:
+        return None
+    backends = torch.backends.cuda
+    enabled = {
+        0: backends.math_sdp_enabled(),
+        _FLASH: backends.flash_sdp_enabled(),
+        2: backends.mem_efficient_sdp_enabled(),
+        3: backends.cudnn_sdp_enabled(),
+    }
+    order = tuple(torch._C._get_sdp_priority_order())
+    return (
+        None if order == _ORDER and all(enabled.values()) else tuple(k for k in order if enabled.get(k, True))
     )
 
 
@@ -201,6 +224,27 @@ def recurrent(op: Operator) -> Kernel:
     return run
 
 
+def on_accelerators(op: Operator) -> Kernel:
+    """Return the kernel of a composite that has fused kernels on GPUs, and a formula on CPUs."""
+
+    def run(first: torch.Tensor, *args: object, **kwargs: object) -> object:
+        if type(first) is DistributedTensor and not first._handle.place.has_cpu_kernels:
+            tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+            if _lower() is None and all(type(t) is DistributedTensor for t in tensors):
+                args = (first, *args)
+                return whole(op, args, kwargs, common_place(DistributedTensor, op, args, kwargs))
+        return op.decompose(first, *args, **kwargs)
+
+    return run
+
+
+def _lower() -> torch.dtype | None:
+    """Return the dtype of the autocast that a kernel below it must bring about itself, if there is one."""
+    if torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOCAST_KEY):
+        return None
+    return torch.get_autocast_dtype("remote")
+
+
 def whole(op: Operator, args: Sequence[object], kwargs: dict[str, object], place: Residence) -> object:
     """Issue a composite as one instruction.
 
@@ -210,14 +254,10 @@ def whole(op: Operator, args: Sequence[object], kwargs: dict[str, object], place
     # Forward-mode derivatives need the formula.
     if torch.autograd.forward_ad._current_level >= 0:
         return op.decompose(*args, **kwargs)
-    lower = (
-        None
-        if torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOCAST_KEY)
-        else torch.get_autocast_dtype("remote")
-    )
+    lower = _lower()
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
         with torch._C._AutoDispatchBelowAutograd():
-            if lower is None:
+            if lower is None and _chosen(op, place) is None:
                 return dispatch(DistributedTensor, op, (), tuple(args), kwargs)
             handles = _record(op, args, kwargs, place, [False] * len(tensors), lower)[:-1]
             out: Sequence[object] = [wrap(DistributedTensor, h) for h in handles]
@@ -242,24 +282,34 @@ def _record(
     node = place.node
     relieve(node)
     name = f"{op._schema.name}.{op._schema.overload_name or 'default'}"
-    packed = [name, flags, *args, *(kwargs.get(a.name) for a in op._schema.arguments[len(args) :])]
-    if lower is None:
+    chosen = _chosen(op, place)
+    # Fused attention leaves its result as its query lies, and only the worker knows which kernel it takes.
+    as_found = op == _ATTENTION and not place.has_cpu_kernels and not node.members
+    if lower is None and not as_found:
         specs: list[Spec] | None = _specs(op, args, kwargs)
-        function = "distruntime::record"
     else:
         flat, shape = tree_flatten((list(args), kwargs))
         key = (
             op,
             lower,
+            chosen,
             *flags,
             str(shape),
             *(leaf._handle.spec if type(leaf) is DistributedTensor else leaf for leaf in flat),
         )
         known = place.signatures.get(key)
         specs = known if isinstance(known, list) else None
-        packed, function = [lower, *packed], "distruntime::record_autocast"
         if specs is None:
-            before_wait(f"{op} (a CPU's autocast decides its results' dtypes)")
+            before_wait(
+                f"{op} (a device's kernel decides its results' {'strides' if as_found else 'dtypes'})"
+            )
+    strides = None if specs is None else [list(spec.stride) for spec in specs]
+    packed = [strides, name, flags, *args, *(kwargs.get(a.name) for a in op._schema.arguments[len(args) :])]
+    function = "distruntime::record"
+    if lower is not None:
+        packed, function = [lower, *packed], "distruntime::record_autocast"
+    elif chosen is not None:
+        packed, function = [list(chosen), *packed], "distruntime::record_attention"
     count = len(op._schema.returns) + 1
     handles = [new_value(s, place) for s in (*(specs or [PENDING] * (count - 1)), NO_TENSOR)]
     operands = [t._handle for t in tree_flatten((list(args), kwargs))[0] if type(t) is DistributedTensor]
@@ -424,12 +474,17 @@ def _specs(op: Operator, args: Sequence[object], kwargs: dict[str, object]) -> l
     return found
 
 
+RECURRENT = [
+    op
+    for packet in (_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu)
+    for op in (packet.input, packet.data)
+]
 KERNELS: dict[Operator, Kernel] = {
     _aten.scaled_dot_product_attention.default: attention,
     _aten.ctc_loss.Tensor: lambda *args: ctc_loss(DistributedTensor, _aten.ctc_loss.Tensor, args, {}),
+    **{op: recurrent(op) for op in RECURRENT},
     **{
-        op: recurrent(op)
-        for packet in (_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu)
-        for op in (packet.input, packet.data)
+        op: on_accelerators(op)
+        for op in (_aten.rms_norm.default, _aten.lstm_cell.default, _aten.gru_cell.default)
     },
 }

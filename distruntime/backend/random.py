@@ -13,19 +13,17 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ..errors import without_our_frames
-from ..log.handle import Residence, new_value
+from ..errors import ProtocolError, without_our_frames
+from ..log.handle import Place, Residence, new_value
 from ..log.spec import spec
 from ..operators.proxies import wrap
 from ..operators.transfer import upload
 from ..session.session import active, active_session, session_of_log
 from ..tensors.tensor import DistributedTensor
-from ..tensors.worker_functions import issue_function
+from ..tensors.worker_functions import issue_function, read_function
 
-# torch.cuda's generator has a seed and an offset.
 # torch's own `fork_rng` looks at its arguments itself; its parameters are not repeated here.
 _fork_rng: Callable[..., AbstractContextManager[None]] = torch.random.fork_rng  # type: ignore[explicit-any]
-_CUDA_STATE_BYTES = 16
 
 
 @without_our_frames
@@ -43,7 +41,7 @@ def manual_seed(seed: int, distinct: bool = False) -> None:
             if node.failed is None:
                 own = (int(seed) + (node.index if distinct else 0)) % (1 << 64)
                 for name in session.places.devices(node.index):
-                    issue_function(node, "manual_seed", [torch.device(name), str(own)])
+                    issue_function(node, "manual_seed", [Place(node.index, name), str(own)])
 
 
 @functools.wraps(_fork_rng)
@@ -65,7 +63,20 @@ def fork_rng(
 
 
 def _state_bytes(place: Residence) -> int:
-    return torch.get_rng_state().numel() if place.has_cpu_kernels else _CUDA_STATE_BYTES
+    """Return how many bytes a place's random state has.
+
+    Block for one round trip, the first time, where the worker's greeting did not tell.
+    """
+    if place.place.members:
+        place = session_of_log(place.node).places.residence(place.place.members[0], numbered=False)
+    node, rows = place.worker, place.worker.welcome.devices
+    k = next(k for k, row in enumerate(rows) if row.name == place.place.local_device)
+    if not rows[k].state:
+        size = read_function(node, "rng_state_bytes", [place.lazy])
+        if not isinstance(size, int):
+            raise ProtocolError(f"{node} says that a random state has {size!r:.80} bytes")
+        rows[k] = rows[k]._replace(state=size)
+    return rows[k].state
 
 
 def get_rng_state(place: Residence) -> DistributedTensor:

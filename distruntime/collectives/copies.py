@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import PlacementError, of_caller
-from ..log.handle import BARE, REMOTE_TYPES, Handle, Residence, new_value
+from ..log.handle import BARE, REMOTE_TYPES, Handle, HeldStorage, Residence, new_value
 from ..log.mesh_log import MeshLog
 from ..log.shards import member_of, mesh_of
 from ..log.spec import spec_of
@@ -119,7 +119,7 @@ def _copy(cls: type, func: Operator, args: Sequence[object], kwargs: dict[str, o
     if not isinstance(source, torch.Tensor):
         # A number goes into every element.
         assert isinstance(source, (bool, int, float, complex))
-        return func(target, torch.tensor(source))
+        return func(target, torch.tensor(source, device="cpu"))
     if type(target) is not cls:
         assert isinstance(source, DistributedTensor)
         local = download(source._handle)
@@ -163,6 +163,9 @@ def _copy(cls: type, func: Operator, args: Sequence[object], kwargs: dict[str, o
 def _owns_whole(proxy: DistributedTensor) -> bool:
     """Whether nobody else sees a proxy's storage, so that its slot may take a new tensor."""
     handle = proxy._handle
+    # An object of the worker's may hold the memory, too.
+    if isinstance(handle.storage, HeldStorage):
+        return False
     # A mesh's tensor and its members' tensors are one memory.
     if handle.storage.parts or handle.storage.whole:
         return False

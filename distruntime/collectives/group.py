@@ -38,7 +38,7 @@ from ..streams.stream import Stream
 from ..wire.data_channel import Capabilities
 from ..wire.deadlines import GROUP, MEET
 from ..wire.messages import BreakGroup, OpenGroup, Plain
-from .data_channels import Choice, DataChannels, pickled, require_done
+from .data_channels import OF_DEVICES, Choice, DataChannels, kind_of, pickled, require_done
 from .mail import Mail
 
 
@@ -163,11 +163,7 @@ class Groups:
         name = self.channels.name_for(homes, backend)
         capabilities = self.channels.capabilities(name, list(dict.fromkeys(home.worker for home in homes)))
         for home in homes:
-            if (
-                home.node.asynchronous
-                and home.place.local_device == "cpu"
-                and "cpu" not in capabilities.devices
-            ):
+            if not capabilities.devices & {"cpu", kind_of(home)}:
                 raise NotSupportedError(
                     f"the data channel {name!r} takes tensors of {_list(capabilities.devices)}, not "
                     f"of {home.place}"
@@ -207,7 +203,7 @@ class Groups:
     def between(self, one: Residence, two: Residence) -> ProcessGroup:
         """Return the group of two places that copies between them use, made at the first."""
         here, there = sorted((one, two), key=lambda home: (home.place.node, home.place.local_device))
-        if self.channels.name_for([here, there], None) != "nccl":
+        if self.channels.name_for([here, there], None) not in OF_DEVICES.values():
             # There is one group for each pair of nodes, whatever the devices. It needs no numbers of places,
             # and there are few of those.
             here, there = (
@@ -365,8 +361,8 @@ def new_group(
     Args:
         nodes_or_places: node numbers (each its first GPU, or its CPU if it has none) or places, in the
             order of ranks; None: all nodes.
-        backend: the data channel, "gloo", "nccl", "tcp", "tcp+tls", "mpi" or a registered one; None: as
-            `init_master_worker(data_channel=)` says.
+        backend: the data channel, "gloo", "nccl", "xccl", "tcp", "tcp+tls", "mpi" or a registered one; None:
+            as `init_master_worker(data_channel=)` says.
         timeout: seconds that one operation may take, waiting for late members included; None: half an
             hour, as in torch.
 

@@ -100,7 +100,7 @@ class _Check:
             self.group = dr.new_group(self.places, backend=name)
         except dr.NotSupportedError:
             # This data channel takes tensors of GPUs only.
-            self.places = [dr.place(k, f"cuda:{k}") for k in range(size)]
+            self.places = [_accelerator(k) for k in range(size)]
             self.group = dr.new_group(self.places, backend=name)
         self.has = self.group.capabilities
         self._random = torch.Generator().manual_seed(size)
@@ -422,6 +422,14 @@ class _Check:
                 f"data channel {self.name!r}, {what}: abort() does not end the others' waiting: {error}"
             ) from error
         raise AssertionError(f"data channel {self.name!r}, {what}: it came to an end all the same")
+
+
+def _accelerator(node: int) -> dr.Place:
+    """Return an accelerator of a node, another one for each node where all of them see the same."""
+    names = [device.name for device in dr.nodes()[node].devices if device.name != "cpu"]
+    if not names:
+        raise dr.UsageError(f"this data channel takes tensors of GPUs only, and node {node} offers none")
+    return dr.place(node, f"accelerator:{names[node % len(names)].partition(':')[2]}")
 
 
 @contextmanager

@@ -129,6 +129,13 @@ class Membership:
     store: Store
 
 
+class Unfinished(Protocol):
+    """A call that has returned before its bytes have moved: `Work` of torch.distributed is one."""
+
+    def is_completed(self) -> bool:
+        """Return whether the bytes have moved. Any thread; must not block. Raise what has gone wrong."""
+
+
 @dataclass(frozen=True)
 class Reduction:
     """A reduce operation: the name of torch's `ReduceOp`, and the factor of PREMUL_SUM."""
@@ -143,8 +150,9 @@ class DataChannel(ABC):
     A worker makes one for each group and member; making it joins the group and may block until all have. Its
     calls may block, up to the timeout, and come from any thread. All members get the group's collectives in
     one order, one at a time; `send` and `receive` come in between, each pair with a tag of its own. When a
-    call returns, its memory may be used: on a GPU that holds for what follows on the current CUDA stream.
-    What a call raises reaches the user; the group is used no more then.
+    call returns None, its memory may be used. A call on an accelerator may return earlier, when only what
+    follows on the device's current stream may use the memory. It returns an object with `is_completed()`
+    then, such as torch's `Work`. What a call raises reaches the user; the group is used no more then.
 
     What only moves comes as contiguous one-dimensional uint8 tensors, whatever it is; what is reduced comes
     contiguous, in its dtype.
@@ -166,51 +174,51 @@ class DataChannel(ABC):
     def close(self) -> None:
         """Let go of connections. No call is under way, and none follows."""
 
-    def send(self, data: torch.Tensor, to: int, tag: int) -> None:
+    def send(self, data: torch.Tensor, to: int, tag: int) -> Unfinished | None:
         """Send bytes to a member."""
         raise self._lacks("send")
 
-    def receive(self, data: torch.Tensor, source: int, tag: int) -> None:
+    def receive(self, data: torch.Tensor, source: int, tag: int) -> Unfinished | None:
         """Receive what `source` sends with this tag, which has the size of `data`."""
         raise self._lacks("send")
 
-    def broadcast(self, data: torch.Tensor, root: int) -> None:
+    def broadcast(self, data: torch.Tensor, root: int) -> Unfinished | None:
         """Make every member's `data` the root's."""
         raise self._lacks("broadcast")
 
-    def all_gather(self, output: torch.Tensor, data: torch.Tensor) -> None:
+    def all_gather(self, output: torch.Tensor, data: torch.Tensor) -> Unfinished | None:
         """Concatenate every member's `data`, which are of one size, in `output`, in the order of ranks."""
         raise self._lacks("all_gather")
 
-    def gather(self, output: torch.Tensor | None, data: torch.Tensor, root: int) -> None:
+    def gather(self, output: torch.Tensor | None, data: torch.Tensor, root: int) -> Unfinished | None:
         """As `all_gather`, at the root; elsewhere `output` is None."""
         raise self._lacks("gather")
 
-    def scatter(self, output: torch.Tensor, data: torch.Tensor | None, root: int) -> None:
+    def scatter(self, output: torch.Tensor, data: torch.Tensor | None, root: int) -> Unfinished | None:
         """Give each member its part of the root's `data`, in the order of ranks; elsewhere `data` is None."""
         raise self._lacks("scatter")
 
     def all_to_all(
         self, output: torch.Tensor, data: torch.Tensor, output_splits: list[int], data_splits: list[int]
-    ) -> None:
+    ) -> Unfinished | None:
         """Send the k-th part of `data` to member k, and put what member k sends into the k-th part of
         `output`. Sizes in bytes.
         """
         raise self._lacks("all_to_all")
 
-    def barrier(self) -> None:
+    def barrier(self) -> Unfinished | None:
         """Return when every member has called this."""
         raise self._lacks("barrier")
 
-    def all_reduce(self, data: torch.Tensor, op: Reduction) -> None:
+    def all_reduce(self, data: torch.Tensor, op: Reduction) -> Unfinished | None:
         """Make every member's `data` the reduction of all."""
         raise self._lacks("all_reduce")
 
-    def reduce(self, data: torch.Tensor, root: int, op: Reduction) -> None:
+    def reduce(self, data: torch.Tensor, root: int, op: Reduction) -> Unfinished | None:
         """As `all_reduce`, at the root; what `data` holds elsewhere afterwards does not matter."""
         raise self._lacks("reduce")
 
-    def reduce_scatter(self, output: torch.Tensor, data: torch.Tensor, op: Reduction) -> None:
+    def reduce_scatter(self, output: torch.Tensor, data: torch.Tensor, op: Reduction) -> Unfinished | None:
         """Reduce all `data`, and give each member its part, in the order of ranks.
 
         `data` is `size` times as long as `output`.

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distruntime as dr
 from agree import REMOTE, agrees, check, tensor
+from distruntime.backend import autocast
 from processes import slots
 
 functional = nn.functional
@@ -493,3 +494,24 @@ def test_a_region_of_another_device_says_that_it_does_nothing(session: object) -
         x @ x
     with torch.autocast(REMOTE, torch.bfloat16):
         assert (x @ x).dtype is torch.bfloat16
+
+
+class Elsewhere:
+    """Stands for a place, where there is none of its kind."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("cpu", BFLOAT16), ("cuda", FLOAT32), ("xpu", FLOAT32), ("mps", FLOAT32), ("npu", FLOAT32)],
+)
+def test_a_kernel_asks_what_its_place_is(
+    session: object, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype
+) -> None:
+    """CPUs leave softmax as it is. Accelerators compute it in float32, those from outside of torch too."""
+    x = torch.ones(3, dtype=BFLOAT16, device=REMOTE)
+    monkeypatch.setattr(autocast, "_place", lambda args: Elsewhere(kind))
+    with torch.autocast(REMOTE, dtype=BFLOAT16):
+        assert x.softmax(0).dtype is dtype

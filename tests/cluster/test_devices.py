@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import distruntime as dr
+from distruntime.backend import install
 from distruntime.cluster.local_workers import share_of_gpus
 from distruntime.cluster.nodes import Device, Nodes
 from distruntime.log.current import device_context, device_name, meant_by
@@ -84,12 +85,15 @@ def test_local_workers_start_with_their_shares(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     # A forked process shows the environment of the one that it was forked from.
     monkeypatch.setattr("distruntime.cluster.local_workers.fork_worker", lambda *args, **kwargs: None)
+    # The master may not load a device from outside of torch. Its workers do.
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     fresh_session(world_size=2)
     variables = [Path(f"/proc/{node.pid}/environ").read_text().split("\0") for node in dr.nodes()]
     assert [[v for v in own if v.startswith("CUDA_VIS")] for own in variables] == [
         ["CUDA_VISIBLE_DEVICES=0,2"],
         ["CUDA_VISIBLE_DEVICES=1,3"],
     ]
+    assert not [v for own in variables for v in own if v.startswith("TORCH_DEVICE_BACKEND_AUTOLOAD")]
 
 
 def test_a_number_or_no_number_is_the_first_kind_of_accelerator() -> None:
@@ -132,3 +136,13 @@ def test_the_table_names_real_gpus_with_memory_and_capability() -> None:
 def test_a_name_is_text_in_a_notebook(name: str) -> None:
     page = Nodes([_node(0, _card(0, name))])._repr_html_()
     assert name not in page and name.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") in page
+
+
+def test_a_device_from_outside_of_torch_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has one key for such devices. Nothing is changed before the refusal."""
+    monkeypatch.setattr(install, "_library", [])
+    monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "npu")
+    before = torch.save
+    with pytest.raises(dr.ConfigurationError, match=r"'npu' is loaded.*TORCH_DEVICE_BACKEND_AUTOLOAD=0"):
+        install.install()
+    assert torch.save is before and not install._library

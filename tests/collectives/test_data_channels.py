@@ -29,6 +29,7 @@ from distruntime_worker.collectives.data_channel.gloo import Gloo
 from distruntime_worker.collectives.data_channel.nccl import NCCL
 from distruntime_worker.collectives.data_channel.tcp import TCP
 from distruntime_worker.collectives.data_channel.tls import TLS
+from distruntime_worker.collectives.data_channel.xccl import XCCL
 from distruntime_worker.collectives.interfaces import interface_of
 from processes import ListeningWorker
 
@@ -56,12 +57,6 @@ _GLOO = pytest.param("gloo", marks=pytest.mark.slow(reason="each group of gloo t
 @pytest.mark.parametrize("channel", [_GLOO, "tcp", "tcp+tls"])
 def test_a_shipped_channel_passes_the_suite(no_session: None, channel: str) -> None:
     check_data_channel(channel)
-
-
-def test_nccl_passes_the_suite(no_session: None) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"nccl is tried with two GPUs, here are {torch.cuda.device_count()}")
-    check_data_channel("nccl", sizes=(2,))
 
 
 def test_mpi_passes_the_suite(no_session: None, tmp_path: Path) -> None:
@@ -399,7 +394,9 @@ def check_page(name: str, has: dr.Capabilities) -> None:
     assert shown == {op: sorted(str(d)[6:] for d in dtypes) for op, dtypes in has.reductions.items()}
 
 
-@pytest.mark.parametrize("name, channel", [("gloo", Gloo), ("nccl", NCCL), ("tcp", TCP), ("tcp+tls", TLS)])
+@pytest.mark.parametrize(
+    "name, channel", [("gloo", Gloo), ("nccl", NCCL), ("xccl", XCCL), ("tcp", TCP), ("tcp+tls", TLS)]
+)
 def test_the_page_says_what_each_can_do(name: str, channel: type[dr.DataChannel]) -> None:
     # The page of mpi is checked above, since mpi may not be here.
     check_page(name, channel.capabilities)

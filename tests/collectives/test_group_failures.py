@@ -5,7 +5,6 @@ collective waits.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from distruntime.wire.messages import AskStatus, Welcome
 from distruntime_worker.session.config import WorkerConfig
 from distruntime_worker.session.daemon import Daemon
 from greeting_samples import HELLO
-from processes import Child, asleep, pause, stop, stopped, until
+from processes import Child, asleep, opened, pause, stop, stopped, until
 
 
 def each(nodes: list[int], size: int = 3) -> list[torch.Tensor]:
@@ -360,10 +359,7 @@ def test_groups_come_and_go_without_leaving_connections(session: object) -> None
     pid = active_session().workers[0].pid
 
     def sockets() -> int:
-        listing = subprocess.run(
-            ["ls", "-l", f"/proc/{pid}/fd"], capture_output=True, text=True, check=True
-        ).stdout
-        return len(re.findall(r"socket:", listing))
+        return sum(name.startswith("socket:") for name in opened(pid))
 
     def once() -> None:
         group = dr.new_group([0, 1])

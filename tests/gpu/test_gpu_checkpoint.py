@@ -4,6 +4,7 @@ where they were.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ import torch
 import distruntime as dr
 from distruntime.checkpoint.training import Checkpoint
 
+# The side of the products that keep a GPU busy. A device in software is busy with smaller ones.
+SIDE = int(os.environ.get("DISTRUNTIME_TEST_SIDE", "2048"))
+
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_the_values_are_those_at_this_point_of_the_program(
@@ -19,7 +23,7 @@ def test_the_values_are_those_at_this_point_of_the_program(
 ) -> None:
     with dr.on(gpu):
         x = torch.zeros(1 << 22, device="remote")
-        work = torch.ones(2048, 2048, device="remote") / 2048
+        work = torch.ones(SIDE, SIDE, device="remote") / SIDE
     for _ in range(300):
         work = work @ work
     x += work[0, 0] * 0 + 1
@@ -39,7 +43,7 @@ def test_the_values_are_those_at_this_point_of_the_program(
 def test_streams(gpu: dr.Place, tmp_path: Path) -> None:
     side = dr.Stream(gpu)
     with dr.stream(side):
-        work = torch.ones(2048, 2048, device="remote") / 2048
+        work = torch.ones(SIDE, SIDE, device="remote") / SIDE
         for _ in range(300):
             work = work @ work
         x = work[0].clone() * 0 + 2

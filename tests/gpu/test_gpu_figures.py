@@ -30,12 +30,12 @@ def test_memory_is_what_the_workers_allocator_says(gpu: dr.Place) -> None:
     assert kept.sum().item() == 64 * MIB // 4
 
 
-def test_it_is_the_card_that_is_there(gpu: dr.Place) -> None:
+def test_it_is_the_card_that_is_there(gpu: dr.Place, same_card: torch.device) -> None:
     remote: Any = torch.remote  # type: ignore[attr-defined]
-    here = torch.cuda.get_device_properties(0)
+    here = torch.cuda.get_device_properties(same_card)
     found = remote.get_device_properties(gpu)
     assert (found.name, found.total_memory) == (here.name, here.total_memory)
     assert (found.major, found.minor) == (here.major, here.minor) == remote.get_device_capability(gpu)
     assert found.multi_processor_count == here.multi_processor_count
     free, total = remote.mem_get_info(gpu)
-    assert 0 < free < total == torch.cuda.mem_get_info(0)[1]
+    assert 0 < free < total == torch.cuda.mem_get_info(same_card)[1]

@@ -4,108 +4,52 @@ while somebody reads it.
 
 from __future__ import annotations
 
+import os
+from functools import partial
+
 import pytest
 import torch
 
+import device_streams
 import distruntime as dr
+
+# The side of the products that keep a GPU busy. A device in software is busy with smaller ones.
+SIDE = int(os.environ.get("DISTRUNTIME_TEST_SIDE", "2048"))
 
 
 def busy(products: int = 200) -> torch.Tensor:
     """Keep the GPU's current stream busy for some milliseconds."""
-    x = torch.ones(2048, 2048, device="remote") / 2048
+    x = torch.ones(SIDE, SIDE, device="remote") / SIDE
     for _ in range(products):
         x = x @ x
     return x
 
 
 def test_two_streams_run_side_by_side(gpu: dr.Place) -> None:
-    one, two = dr.Stream(gpu), dr.Stream(gpu)
-    with dr.stream(one):
-        busy(2000)
-    with dr.stream(two):
-        assert torch.ones(2, device="remote").sum().item() == 2
-    assert not one.query()
-    one.synchronize()
-    assert one.query()
+    stream = device_streams.two_run_side_by_side(gpu, partial(busy, 2000), lambda: None)
+    assert stream.query()
 
 
 @pytest.mark.parametrize("implicit", [True, False])
 def test_reads_and_writes_of_two_streams_come_in_order(gpu: dr.Place, implicit: bool) -> None:
-    dr.set_implicit_waits(implicit)
-    try:
-        one, two = dr.Stream(gpu), dr.Stream(gpu)
-        x = torch.zeros(1 << 20, device=one.device)
-        dr.synchronize()
-        for k in range(20):
-            with dr.stream(one):
-                busy(5)
-                x.add_(1)
-            if not implicit:
-                two.wait_stream(one)
-            with dr.stream(two):
-                y = x * 1
-                busy(5)
-                z = x * 1
-            if not implicit:
-                one.wait_stream(two)
-            assert [t.cpu().unique().tolist() for t in (y, z)] == [[k + 1], [k + 1]]
-    finally:
-        dr.set_implicit_waits(True)
+    device_streams.reads_and_writes_come_in_order(gpu, partial(busy, 5), implicit, 1 << 20, rounds=20)
 
 
 def test_freed_memory_is_not_used_while_another_stream_reads_it(gpu: dr.Place) -> None:
-    one, two = dr.Stream(gpu), dr.Stream(gpu)
-    for k in range(50):
-        with dr.stream(one):
-            x = torch.full((1 << 22,), float(k), device="remote")
-        with dr.stream(two):
-            busy(10)
-            y = x + 0
-        del x
-        with dr.stream(one):
-            filler = [torch.full((1 << 22,), -1.0, device="remote") for _ in range(3)]
-        assert y.cpu().unique().tolist() == [k]
-        del filler
+    device_streams.freed_memory_is_kept_while_it_is_read(gpu, partial(busy, 10), 1 << 22, rounds=50)
 
 
 def test_a_fetch_sees_the_value_of_its_moment(gpu: dr.Place) -> None:
-    one, two = dr.Stream(gpu), dr.Stream(gpu)
-    with dr.stream(one):
-        busy()
-        x = torch.ones(1 << 22, device="remote")
-    future = dr.fetch_async(x)
-    with dr.stream(two):
-        x.zero_()
-    assert future.result(timeout=60).unique().tolist() == [1]
-    assert x.sum().item() == 0
+    x = device_streams.a_fetch_sees_the_value_of_its_moment(gpu, busy, 1 << 22)
     assert "0." in repr(x)
 
 
 def test_elapsed_time_is_the_gpus_own(gpu: dr.Place) -> None:
-    stream = dr.Stream(gpu)
-    start, end = dr.Event(enable_timing=True), dr.Event(enable_timing=True)
-    with dr.stream(stream):
+    with dr.stream(dr.Stream(gpu)):
         busy(10)
-        start.record()
-        busy(2000)
-        end.record()
-    elapsed = start.elapsed_time(end)
-    assert elapsed > 1
-    assert end.query()
+        device_streams.events_time_the_current_stream(partial(busy, 2000), least=1)
 
 
-def test_a_gpu_waits_for_another_nodes_event(gpu: dr.Place) -> None:
-    dr.shutdown()
-    dr.init_master_worker(world_size=2)
-    here, there = dr.Stream(0, "cuda:0"), dr.Stream(1, "cuda:0")
-    with dr.stream(here):
-        busy(2000)
-    event = here.record_event()
-    event.wait(there)
-    with dr.stream(there):
-        y = torch.ones(2, device="remote") + 1
-    there.synchronize(60)
-    assert event.query()
-    assert y.sum().item() == 4
-    dr.shutdown()
-    dr.init_master_worker(world_size=1)
+def test_a_gpu_waits_for_another_nodes_event(two_nodes: list[dr.Place]) -> None:
+    here, there = (dr.Stream(place) for place in two_nodes)
+    device_streams.a_stream_waits_for_an_event_of_another(here, there, partial(busy, 2000))

@@ -24,6 +24,8 @@ SIZES = [
     (1 << 26) + 5,
 ]
 GPU = torch.device("cuda:0")
+# The buffers are the worker's, and these tests use them in this process.
+pytestmark = pytest.mark.usefixtures("cuda")
 
 
 def noise(nbytes: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import distruntime as dr
 from agree import REMOTE, Copier, check, quietly, seed
 from autocast_samples import calls, recast
 from distruntime.backend import autocast
-from distruntime.backend.fused import KERNELS
+from distruntime.backend.fused import RECURRENT
 
 # It warns about packages that it would like and does not need.
 with warnings.catch_warnings():
@@ -47,13 +48,12 @@ def operator(name: str) -> Any:
 
 def test_exactly_the_listed_operators_have_kernels(session: object) -> None:
     more = {
-        op._schema.name + "." * bool(op._schema.overload_name) + op._schema.overload_name for op in KERNELS
-    }  # recurrent layers
+        op._schema.name + "." * bool(op._schema.overload_name) + op._schema.overload_name for op in RECURRENT
+    }
     # This one calls listed operators from within.
     more |= {"aten::_transformer_encoder_layer_fwd"}
     assert set(registered("AutocastPrivateUse1")) == {
-        *registered("AutocastCPU"),
-        *registered("AutocastCUDA"),
+        *(name for key in autocast.KEYS.values() for name in registered(key)),
         *more,
     }
 
@@ -87,7 +87,7 @@ def test_the_policies_are_those_of_torchs_header() -> None:
             quoted, name, overload = entry
             expected[f"aten::{quoted or name}{overload and '.' + overload}"] = policy
     expected = {name: policy for name, policy in expected.items() if not NAMED.search(name)}
-    ours = {name: autocast.policy(autocast.GPU, operator(name)) for name in registered("AutocastCUDA")}
+    ours = {name: autocast.policy("cuda", operator(name)) for name in registered("AutocastCUDA")}
     assert set(expected) - set(ours) == set(), "in the header and not in the dispatcher"
     assert {
         name: policy
@@ -124,19 +124,20 @@ def test_cpu_operators_give_what_they_give_here(session: object, name: str) -> N
         assert worked, "no sample call of it works locally"
 
 
-# GPUs: torch's own CUDA kernels, on tensors that claim to be on a GPU and are `meta` inside
+# Accelerators: torch's own kernels for them, on tensors that claim to be there and are `meta` inside
 
 
 class Claims(torch.Tensor):
-    """A tensor that C++ takes for one on a GPU, and that has only metadata."""
+    """A tensor that C++ takes for one on an accelerator, and that has only metadata."""
 
     twin: torch.Tensor
+    kind = "cuda"
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def of(cls, twin: torch.Tensor) -> Any:
         out = torch.Tensor._make_wrapper_subclass(
-            cls, twin.size(), strides=twin.stride(), dtype=twin.dtype, device="cuda:0"
+            cls, twin.size(), strides=twin.stride(), dtype=twin.dtype, device=f"{cls.kind}:0"
         )
         out.twin = twin  # type: ignore[attr-defined]
         return out
@@ -154,11 +155,11 @@ class Claims(torch.Tensor):
 def on_a_claimed_gpu(function: Callable[..., Any], sample: Any) -> Any:
     args, kwargs = tree_map_only(torch.Tensor, lambda t: Claims.of(t.detach().to("meta")), sample)
     # `torch.autocast("cuda")` declines without a GPU.
-    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_enabled(Claims.kind, True)
     try:
         return function(*args, **kwargs)
     finally:
-        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_enabled(Claims.kind, False)
 
 
 def on_a_simulated_gpu(function: Callable[..., Any], sample: Any) -> Any:
@@ -183,6 +184,8 @@ def dtypes_or_error(run: Callable[..., Any], function: Callable[..., Any], sampl
 NEED_A_GPU = {
     # These have neither a meta kernel nor one for CPUs.
     "aten::_cudnn_rnn",
+    "aten::_mps_convolution",
+    "aten::batch_norm",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_thnn_fused_gru_cell",
     "aten::_thnn_fused_lstm_cell",
@@ -198,10 +201,20 @@ NEED_A_GPU = {
 
 
 @pytest.mark.timeout(300)
-def test_gpu_operators_give_the_dtypes_that_they_give_there(fresh_session: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
+def test_operators_give_the_dtypes_that_they_give_there(
+    fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     fresh_session(world_size=1, simulate_cuda=1)
+    monkeypatch.setattr(Claims, "kind", kind)
+    place = autocast._place
+
+    def there(args: Any) -> Any:
+        return None if place(args) is None else SimpleNamespace(kind=kind)
+
+    monkeypatch.setattr(autocast, "_place", there)
     different, nowhere = [], []
-    for name in registered("AutocastCUDA"):
+    for name in registered(autocast.KEYS[kind]):
         if name in NEED_A_GPU:
             continue
         outcomes = []

@@ -11,17 +11,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 
 from distruntime.errors import ConfigurationError, NodeFailed, ProtocolError
-from distruntime.wire.codec import failure_fields, failure_from
-from distruntime.wire.data_channel import DataChannel, Factory, Membership, checked
+from distruntime.wire.codec import failure_fields
+from distruntime.wire.data_channel import DataChannel, Factory, Membership, Unfinished, checked
 from distruntime.wire.descriptors import require
 from distruntime.wire.messages import BreakGroup, Entry, Failure, Message, OpenGroup, Taint, Tainted
 
+from ..machine import accelerator
 from ..machine.devices import Devices
 from .data_channel import find
 from .store import GroupStore
@@ -40,8 +40,11 @@ Tell = Callable[[int, Message], None]
 # It sends a message to the master.
 Report = Callable[[Message], None]
 Tensors = list[torch.Tensor]
-# It takes the channel, the rank, the inputs, the outputs and the sequence.
-Act = Callable[[DataChannel, int, Tensors, Tensors, int], None]
+# It takes the channel, the rank, the inputs, the outputs and the sequence. It returns what the channel does.
+Act = Callable[[DataChannel, int, Tensors, Tensors, int], Unfinished | None]
+# It takes a group that breaks and the reason. It returns what must be done before the group's channels are
+# aborted, if there is anything: that may block.
+Broken = Callable[["Group", str], Callable[[], None] | None]
 
 
 class Group:
@@ -50,8 +53,10 @@ class Group:
     Its own members' ends, and what is known of operations that carry poisoned values.
     """
 
-    def __init__(self, message: OpenGroup, own: list[int], report: Report, tell: Tell) -> None:
-        self._report = report
+    def __init__(
+        self, message: OpenGroup, own: list[int], report: Report, tell: Tell, on_broken: Broken
+    ) -> None:
+        self._report, self._on_broken = report, on_broken
         self.number, self.nodes, self.timeout = message.group, message.nodes, message.timeout
         others = set(self.nodes) - {self.nodes[rank] for rank in own}
 
@@ -78,12 +83,15 @@ class Group:
                 return
         channel.abort()
 
-    def run(self, rank: int, act: Act, inputs: Tensors, outputs: Tensors, sequence: int) -> None:
-        """Run one operation for one own member; raise `NodeFailed` if the group breaks, or is broken."""
+    def run(self, rank: int, act: Act, inputs: Tensors, outputs: Tensors, sequence: int) -> list[Unfinished]:
+        """Run one operation for one own member. Return the call if its bytes may not have moved yet.
+
+        Raise `NodeFailed` if the group breaks, or is broken.
+        """
         if self.broken or self.closed:
             self.require()
         try:
-            act(self.channels[rank], rank, inputs, outputs, sequence)
+            call = act(self.channels[rank], rank, inputs, outputs, sequence)
         except Exception as error:
             # A member of this worker's own has failed: the others wait in vain.
             if out_of_memory(error):
@@ -93,22 +101,24 @@ class Group:
             self._ends.wait(_REASON)
             self.fail(f"its data channel failed at rank {rank}: {error}")
             self.require()
+        # A user's channel may return what another library does, such as True.
+        return [call] if call is not None and hasattr(call, "is_completed") else []
 
-    def run_all(self, act: Act, jobs: dict[int, tuple[Tensors, Tensors]], sequence: int) -> None:
+    def run_all(self, act: Act, jobs: dict[int, tuple[Tensors, Tensors]], sequence: int) -> list[Unfinished]:
         """As `run`, for each own member of `jobs`, by rank.
 
         Side by side, as each may wait for the others. Raise what the first raised.
         """
         if len(jobs) == 1:
             ((rank, (inputs, outputs)),) = jobs.items()
-            self.run(rank, act, inputs, outputs, sequence)
-            return
+            return self.run(rank, act, inputs, outputs, sequence)
         errors: list[Exception] = []
+        calls: list[Unfinished] = []
 
-        def work(rank: int, stream: torch.cuda.Stream | None) -> None:
+        def work(rank: int, stream: torch.Stream | None) -> None:
             try:
-                with torch.no_grad(), nullcontext() if stream is None else torch.cuda.stream(stream):
-                    self.run(rank, act, *jobs[rank], sequence)
+                with torch.no_grad(), accelerator.entered(stream):
+                    calls.extend(self.run(rank, act, *jobs[rank], sequence))
             except Exception as error:
                 # The thread of the stream raises it, below.
                 errors.append(error)
@@ -116,7 +126,7 @@ class Group:
         threads = []
         for rank in jobs:
             device = self.devices[rank]
-            stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+            stream = accelerator.current_stream(device) if accelerator.asynchronous(device) else None
             threads.append(
                 threading.Thread(target=work, args=(rank, stream), name=f"member-{rank}", daemon=True)
             )
@@ -125,6 +135,7 @@ class Group:
             thread.join()
         if errors:
             raise errors[0]
+        return calls
 
     def require(self) -> None:
         """Raise `NodeFailed` if the group is broken or closed."""
@@ -152,34 +163,60 @@ class Group:
             channels, self.channels = self.channels, {}
         self._ends.set()
         self.store.end(reason)
+        before = self._on_broken(self, reason)
+        if before is None:
+            self._abort(channels)
+        else:
+            # It waits for other workers, and whoever calls this may be the one who hears them.
+            threading.Thread(target=self._abort, args=(channels, before), name="aborts", daemon=True).start()
+        return True
+
+    def _abort(self, channels: dict[int, DataChannel], before: Callable[[], None] | None = None) -> None:
+        if before is not None:
+            before()
         while channels:
             _, channel = channels.popitem()
             try:
                 channel.abort()
             except Exception:
                 log.exception("a data channel of group %d does not abort", self.number)
-        return True
 
     def close(self) -> None:
-        """Let go of the channels; no operation is under way."""
+        """Let go of the channels. No call is under way, and what a device has queued runs first.
+
+        Block until then. If the group breaks meanwhile, `end` aborts the channels, which ends the wait.
+        """
         with self._lock:
             if self.broken or self.closed:
                 return
-            self.closed = True
-            channels, self.channels = self.channels, {}
-        for channel in channels.values():
-            channel.close()
+            channels = list(self.channels.values())
+        for channel in channels:
+            try:
+                channel.close()
+            except Exception:
+                if not self.broken:
+                    raise
+        with self._lock:
+            self.closed = not self.broken
+            self.channels.clear()
         self.store.end("it is closed")
 
     # -- poisoned values ---------------------------------------------------------------------------
 
     def taint(self, sequence: int, failure: Failure, me: int, tell: Tell) -> None:
-        """Tell every other worker of the group that this operation carries a poisoned value.
+        """Take note that this operation carries a poisoned value, and tell every other worker of the group.
 
         Return when they know, or the group ends.
         """
-        others = set(self.nodes) - {me}
         self.tainted(sequence, failure)
+        self.tell_of_taint(sequence, failure, me, tell)
+
+    def tell_of_taint(self, sequence: int, failure: Failure, me: int, tell: Tell) -> None:
+        """Tell every other worker of the group that this operation carries a poisoned value.
+
+        Return when they know, or the group ends. It is called once for an operation.
+        """
+        others = set(self.nodes) - {me}
         if not others:
             return
         told = others.copy(), threading.Event()
@@ -224,8 +261,8 @@ class Group:
 class Groups:
     """All groups of a session on this worker."""
 
-    def __init__(self, devices: Devices, report: Report) -> None:
-        self._devices, self._report = devices, report
+    def __init__(self, devices: Devices, report: Report, on_broken: Broken) -> None:
+        self._devices, self._report, self._on_broken = devices, report, on_broken
         self._groups: dict[int, Group] = {}
         self._ended = False
         # It guards what follows. It also makes sure that what is early goes to its group when that is opened.
@@ -241,6 +278,10 @@ class Groups:
         if found is None:
             raise ProtocolError(f"there is no group {number}")
         return found
+
+    def get(self, number: int) -> Group | None:
+        """Return a group, if it is here."""
+        return self._groups.get(number)
 
     def open(
         self, message: OpenGroup, host: str, tell: Tell, then: Callable[[BaseException | None], None]
@@ -260,7 +301,7 @@ class Groups:
                     raise ProtocolError(
                         f"group {message.group} of {len(message.nodes)} has members {message.members!r:.80}"
                     )
-        group = Group(message, list(named), self._report, tell)
+        group = Group(message, list(named), self._report, tell, self._on_broken)
         try:
             for rank, device in named.items():
                 group.devices[rank] = self._devices.real(torch.device(device))
@@ -336,18 +377,9 @@ class Groups:
         with self._opening:
             self._early.clear()
 
-    def receive(self, node: int, message: Message, tell: Tell) -> None:
+    def receive(self, node: int, message: Message) -> None:
         """Act on what another worker says of a group."""
         match message:
-            case Taint(group=number, sequence=sequence, failure=fields):
-                # The master would drop a worker that passes on anything else.
-                failure = failure_from(fields)
-                group = self._groups.get(number)
-                if group is not None:
-                    if node not in group.nodes:
-                        raise ProtocolError(f"Taint for group {number} by node {node}, which is not in it")
-                    group.tainted(sequence, failure)
-                tell(node, Tainted(number, sequence))
             case Entry(group=number):
                 with self._opening:
                     group = self._groups.get(number)

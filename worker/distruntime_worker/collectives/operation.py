@@ -33,7 +33,7 @@ import torch
 
 from distruntime.errors import ProtocolError
 from distruntime.wire.codec import dtype_named
-from distruntime.wire.data_channel import DataChannel, Reduction
+from distruntime.wire.data_channel import DataChannel, Reduction, Unfinished
 from distruntime.wire.messages import Plain
 
 from ..values.step import Run, Slots, Step, Words, int_word, list_word, real_word, text_word
@@ -109,10 +109,12 @@ class Collective(Step):
             splits = _rows(inputs), _rows(outputs)
             self.options = Options(int_word(root), reduction, bool(inplace), splits)
             self.members: list[tuple[int, list[OperandSpec], list[OperandSpec]]] = []
+            self.member_devices: list[torch.device] = []
             for member in list_word(members):
                 number, where, came, go = list_word(member)
                 here = device(torch.device(text_word(where)))
                 self.members.append((int_word(number), _specs(came, here), _specs(go, here)))
+                self.member_devices.append(here)
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"{name} makes no sense: {error}") from error
         self.name = f"{self.operation} of group {self.group}"
@@ -141,18 +143,18 @@ class Collective(Step):
         """
         return self._take_part(self, slots, p, i, error)
 
-    def perform(self, group: Group, values: list[object], sequence: int) -> Tensors:
+    def perform(self, group: Group, values: list[object], sequence: int) -> tuple[Tensors, list[Unfinished]]:
         """Take part for all own members.
 
-        `values` are the operands in the order of the words. Return the new values.
+        `values` are the operands in the order of the words. Return the new values, and the calls of the data
+        channel whose bytes may not have moved yet.
         """
         new: Tensors = []
         # This is the commonest, and small ones come by the thousand.
         if len(values) == 2 and self.options.inplace and len(self.members) == 1:
             rank, ins, outs = self.members[0]
             both = [_tensor(value, spec) for value, spec in zip(values, self._specs)]
-            group.run(rank, self._way, both[: len(ins)], both[len(ins) :], sequence)
-            return new
+            return new, group.run(rank, self._way, both[: len(ins)], both[len(ins) :], sequence)
         jobs: dict[int, tuple[Tensors, Tensors]] = {}
         words = iter(values)
         for rank, ins, outs in self.members:
@@ -165,8 +167,7 @@ class Collective(Step):
                     next(words)
                 new += outputs
             jobs[rank] = inputs, outputs
-        group.run_all(self._way, jobs, sequence)
-        return new
+        return new, group.run_all(self._way, jobs, sequence)
 
     def _find_way(self) -> Act:
         """Return what each own member does. Sizes are equal, so all members of the group do the same."""
@@ -179,44 +180,46 @@ class Collective(Step):
 
     def _move(
         self, channel: DataChannel, rank: int, inputs: Tensors, outputs: Tensors, sequence: int
-    ) -> None:
+    ) -> Unfinished | None:
         root, on = self.options.root, channel.capabilities.devices
         data = _flat(inputs, on) if inputs else None
         into = _Landing(outputs, on)
+        call: Unfinished | None
         match self.operation:
             case "copy":
                 if data is not None:
-                    channel.send(data, 1 - rank, sequence)
+                    call = channel.send(data, 1 - rank, sequence)
                 else:
-                    channel.receive(into.data, 1 - rank, sequence)
+                    call = channel.receive(into.data, 1 - rank, sequence)
             case "broadcast":
                 if data is None or rank != root:
-                    channel.broadcast(into.data, root)
+                    call = channel.broadcast(into.data, root)
                 else:
-                    channel.broadcast(data, root)
+                    call = channel.broadcast(data, root)
                     into.fill(data)
             case "all_gather":
                 assert data is not None
-                channel.all_gather(into.data, data)
+                call = channel.all_gather(into.data, data)
             case "gather":
                 assert data is not None
-                channel.gather(into.data if outputs else None, data, root)
+                call = channel.gather(into.data if outputs else None, data, root)
             case "scatter":
-                channel.scatter(into.data, data if rank == root else None, root)
+                call = channel.scatter(into.data, data if rank == root else None, root)
             case "all_to_all":
                 assert data is not None
                 # In the same memory, parts would arrive over what has yet to leave.
                 if data.untyped_storage()._cdata == into.data.untyped_storage()._cdata:
                     data = data.clone()
                 sent, received = self.options.splits
-                channel.all_to_all(into.data, data, received[rank], sent[rank])
+                call = channel.all_to_all(into.data, data, received[rank], sent[rank])
             case other:
                 raise ProtocolError(f"there is no operation {other[:40]!r} of groups")
         into.land()
+        return call
 
     def _pass(
         self, channel: DataChannel, rank: int, inputs: Tensors, outputs: Tensors, sequence: int
-    ) -> None:
+    ) -> Unfinished | None:
         """Wait for the other members where no bytes move.
 
         One that is poisoned tells them before it comes here.
@@ -227,23 +230,24 @@ class Collective(Step):
                 1, dtype=torch.uint8, device=here if here.type in channel.capabilities.devices else "cpu"
             )
             if inputs:
-                channel.send(token, 1 - rank, sequence)
-            else:
-                channel.receive(token, 1 - rank, sequence)
-        elif self.operation == "barrier" or "barrier" in channel.capabilities.operations:
-            channel.barrier()
+                return channel.send(token, 1 - rank, sequence)
+            return channel.receive(token, 1 - rank, sequence)
+        if self.operation == "barrier" or "barrier" in channel.capabilities.operations:
+            return channel.barrier()
+        return None
 
     def _reduce_scatter(
         self, op: Reduction, channel: DataChannel, rank: int, inputs: Tensors, outputs: Tensors, sequence: int
-    ) -> None:
+    ) -> Unfinished | None:
         on = channel.capabilities.devices
         landing = _Landing(outputs, on, numbers=True)
-        channel.reduce_scatter(landing.data, _flat(inputs, on, numbers=True), op)
+        call = channel.reduce_scatter(landing.data, _flat(inputs, on, numbers=True), op)
         landing.land()
+        return call
 
     def _reduce(
         self, op: Reduction, channel: DataChannel, rank: int, inputs: Tensors, outputs: Tensors, sequence: int
-    ) -> None:
+    ) -> Unfinished | None:
         on = channel.capabilities.devices
         # In place where it may be: the memory of an output that is the input, or where there is none, of a
         # copy.
@@ -256,17 +260,17 @@ class Collective(Step):
                 and not tensor.is_neg()
             )
             if plain and self.operation == "all_reduce":
-                channel.all_reduce(tensor, op)
-                return
+                return channel.all_reduce(tensor, op)
             landing = _Landing(outputs, on, numbers=True, keep=True)
         else:
             landing = _Landing(outputs if outputs else [torch.empty_like(inputs[0])], on, numbers=True)
             landing.fill(_flat(inputs, on, numbers=True))
         if self.operation == "all_reduce":
-            channel.all_reduce(landing.data, op)
+            call = channel.all_reduce(landing.data, op)
         else:
-            channel.reduce(landing.data, self.options.root, op)
+            call = channel.reduce(landing.data, self.options.root, op)
         landing.land()
+        return call
 
 
 class _Landing:

@@ -7,6 +7,7 @@ import platform
 
 import torch
 
+from . import hardware
 from .devices import memory
 from .pages import give_pages_back
 
@@ -44,15 +45,8 @@ def memory_figures(device: torch.device) -> list[int]:
     if device.type == "cpu":
         total, free = memory()
         return [free, total, 0, _peak_of_process(), 0, 0]
-    free, total = torch.cuda.mem_get_info(device)
-    return [
-        free,
-        total,
-        torch.cuda.memory_allocated(device),
-        torch.cuda.max_memory_allocated(device),
-        torch.cuda.memory_reserved(device),
-        torch.cuda.max_memory_reserved(device),
-    ]
+    total, free = hardware.memory(device, hardware.properties(device))
+    return [free, total, *hardware.allocated(device)]
 
 
 def reset_peak(device: torch.device) -> list[int]:
@@ -64,23 +58,22 @@ def reset_peak(device: torch.device) -> list[int]:
         with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
             file.write(_RESET)
     else:
-        torch.cuda.reset_peak_memory_stats(device)
+        hardware.reset_peak(device)
     return memory_figures(device)
 
 
 def empty_cache() -> None:
-    """Give back what the allocators hold for nobody: torch's to the GPUs, and malloc's to the machine."""
+    """Give back what the allocators hold for nobody: torch's to the devices, and malloc's to the machine."""
     give_pages_back()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    hardware.empty_cache()
 
 
 def device_properties(device: torch.device) -> list[str | int]:
-    """Return [name, total memory, major, minor, multiprocessors] of a GPU.
+    """Return [name, total memory, major, minor, multiprocessors] of a device.
 
     A CPU has its name, the main memory, 0, 0, and its cores.
     """
     if device.type == "cpu":
         return [_cpu_name(), memory()[0], 0, 0, os.cpu_count() or 1]
-    found = torch.cuda.get_device_properties(device)
-    return [found.name, found.total_memory, found.major, found.minor, found.multi_processor_count]
+    found = hardware.properties(device)
+    return [found.name, found.total, found.major, found.minor, found.processors]

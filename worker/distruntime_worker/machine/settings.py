@@ -13,6 +13,8 @@ from operator import attrgetter
 
 import torch
 
+from .accelerator import FLAGS
+
 # There may be no more for each core: libgomp ends the process where it cannot make a thread.
 _THREADS_PER_CORE = 16
 # This is omp_pause_soft of omp.h.
@@ -117,16 +119,7 @@ _SETTINGS: dict[str, tuple[Callable[[], Setting], Callable[[Setting], object]]] 
         lambda value: per_thread.want(per_thread.num_threads, bool(value)),
     ),
     "float32_matmul_precision": (_precision, lambda value: torch.set_float32_matmul_precision(str(value))),
-    "cuda_matmul_allow_tf32": _backend("cuda.matmul.allow_tf32"),
-    "cuda_matmul_allow_fp16_reduced_precision_reduction": _backend(
-        "cuda.matmul.allow_fp16_reduced_precision_reduction"
-    ),
-    "cuda_matmul_allow_bf16_reduced_precision_reduction": _backend(
-        "cuda.matmul.allow_bf16_reduced_precision_reduction"
-    ),
-    "cudnn_allow_tf32": _backend("cudnn.allow_tf32"),
-    "cudnn_benchmark": _backend("cudnn.benchmark"),
-    "cudnn_deterministic": _backend("cudnn.deterministic"),
+    **{path.replace(".", "_"): _backend(path) for path in FLAGS},
     "mkldnn_enabled": _backend("mkldnn.enabled"),
     "fill_uninitialized_memory": (
         torch._C._get_deterministic_fill_uninitialized_memory,

@@ -1,25 +1,29 @@
 """Streams of a worker: in-order queues, each run by a thread of its own, so that two of them run side by
 side.
 
-On a GPU a stream is a CUDA stream too: its thread issues to it, and `marks` hold the events that other
-streams wait for.
+On an accelerator a stream is one of the device's too: its thread issues to it, and `marks` hold the events
+that other streams wait for.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from distruntime.errors import UsageError
 from distruntime.wire.codec import Buffer
 from distruntime.wire.messages import Failure, Plain, Segment
 
+from ..machine import accelerator, hardware, lost
+from .staging import downloads
 from .step import Run, Step
 
 # So many events are kept. An older position waits for the oldest of them.
@@ -82,12 +86,20 @@ class Stream:
         # Each entry has the position of a wait, the other stream, and a position there. This stream has not
         # waited for that, because it was cancelled. The tuple is never changed in place.
         self.owed: tuple[tuple[int, Stream, int], ...] = ()
-        self.cuda = torch.cuda.Stream(device, priority=priority) if device.type == "cuda" else None
-        self._marks: deque[tuple[int, list[torch.cuda.Event]]] = deque(maxlen=_MARKS)
+        # The device's own stream behind this one. None where kernels run at once, and for stream 0, which
+        # issues to the default stream of every device.
+        self.native = None
+        # This is why it could not be opened. What is issued to it fails for that reason.
+        self.refused: RuntimeError | None = None
+        try:
+            self.native = accelerator.stream(device, priority)
+        except RuntimeError as error:
+            self.refused = error
+        self._marks: deque[tuple[int, list[accelerator.Moment]]] = deque(maxlen=_MARKS)
 
-    def entered(self) -> AbstractContextManager[object]:
+    def entered(self) -> AbstractContextManager[None]:
         """Return the context in which kernels of this thread go to this stream."""
-        return nullcontext() if self.cuda is None else torch.cuda.stream(self.cuda)
+        return accelerator.entered(self.native)
 
     def owe(self, at: int, other: Stream, position: int) -> None:
         """Note a wait that was dropped at log position `at`.
@@ -113,77 +125,134 @@ class Stream:
                 if entry[0] <= position:
                     entry[1].set()
 
-    # -- on a GPU, where to have run only means to be issued ---------------------------------------
+    # -- on an accelerator, where to have run only means to be issued ---------------------------------------
 
-    def _currents(self) -> list[torch.cuda.Stream]:
-        """The CUDA streams behind this one: stream 0 is the default stream of every GPU."""
-        if self.cuda is not None:
-            return [self.cuda]
-        return (
-            [torch.cuda.default_stream(k) for k in range(torch.cuda.device_count())]
-            if self.number == 0
-            else []
-        )
+    def _moments(self, device: torch.device | None = None) -> list[accelerator.Moment]:
+        """Return events at the end of what the devices' streams behind this one were given so far.
+
+        With `device` they are those that come after what was issued to it.
+        """
+        found: list[accelerator.Moment] = []
+        if self.number:
+            streams = [] if self.native is None or self.native.device in accelerator.lost else [self.native]
+        else:
+            streams = accelerator.default_streams()
+        for stream in streams:
+            if self._tells(stream, device):
+                with lost.tolerated("an event"):
+                    found.append(accelerator.moment(stream))
+        return found
+
+    def on(self, device: torch.device) -> torch.Stream:
+        """Return the device's stream to which this one issues kernels of a device."""
+        return self.native or accelerator.default_stream(device)
 
     def mark(self, position: int) -> None:
         """Note that everything up to `position` has been issued."""
-        events = [current.record_event() for current in self._currents()]
+        events = self._moments()
         if events:
             self._marks.append((position, events))
 
-    def events(self, position: int) -> list[torch.cuda.Event]:
-        """Return events that come after what was issued up to `position`.
+    def marked(self, position: int, device: torch.device | None = None) -> list[accelerator.Moment] | None:
+        """Return the events of the first mark at or behind `position`, if there is one.
+
+        With `device` they are those that come after what was issued to it.
+        """
+        marks = list(self._marks)
+        k = bisect_left(marks, position, key=lambda mark: mark[0])
+        if k == len(marks):
+            return None
+        # Nobody waits for a device that is lost.
+        return [
+            event
+            for event in marks[k][1]
+            if self._tells(event.stream, device) and event.stream.device not in accelerator.lost
+        ]
+
+    def _tells(self, stream: torch.Stream, device: torch.device | None) -> bool:
+        """Whether an event of a stream behind this one comes after what this one has issued to a device."""
+        # Stream 0 is a stream on each device. Another one is on one device, and it goes on after what
+        # an operation of a group that it runs does on others.
+        return self.number != 0 or device is None or stream.device == device
+
+    def events(self, position: int, device: torch.device | None = None) -> list[accelerator.Moment]:
+        """Return events that come after what was issued up to `position`, to one device or to all.
 
         The first mark behind it, else one made now.
         """
-        for marked, events in list(self._marks):
-            if marked >= position:
-                return events
-        return [current.record_event() for current in self._currents()]
+        found = self.marked(position, device)
+        return self._moments(device) if found is None else found
 
-    def wait_for(self, events: list[torch.cuda.Event]) -> None:
+    def wait_for(self, events: Sequence[torch.Event]) -> None:
         """Make the kernels that follow wait for `events`, without blocking this thread, unless it is a CPU's.
 
         Its copies are no kernels.
         """
-        if self.cuda is None and self.number:
-            for event in events:
-                event.synchronize()
-        for current in self._currents():
-            for event in events:
-                current.wait_event(event)
+        if self.native is None and not self.number:
+            for error in accelerator.wait_on_defaults(events):
+                with lost.tolerated("a wait for an event"):
+                    raise error
+            return
+        for event in events:
+            with lost.tolerated("a wait for an event"):
+                if self.native is None:
+                    event.synchronize()
+                else:
+                    self.native.wait_event(event)
 
 
 class Happening(Protocol):
-    """What a copy waits for: an event of a GPU, or a file that is written."""
+    """What a copy waits for: an event of a device, or a file that is written."""
 
-    def query(self) -> bool: ...
+    def query(self) -> bool:
+        """Whether it has happened."""
 
-    def synchronize(self) -> object: ...
+    def synchronize(self) -> object:
+        """Block until it has."""
 
 
 class HostCopy:
-    """What `HOST` puts into a slot.
+    """What `HOST` puts into a slot: a copy in memory of the host, whose copying may be under way.
 
-    A copy in memory of the host, pinned where it comes from a GPU, whose copying may be under way.
+    From an accelerator it goes into one of the worker's pinned buffers, as long as there is room. A larger
+    one blocks the stream's thread until it is here.
     """
 
-    __slots__ = ("event", "tensor")
+    __slots__ = ("_buffer", "_staging", "device", "event", "tensor")
 
     def __init__(self, value: torch.Tensor) -> None:
         self.event: Happening | None = None
-        if not value.is_cuda:
+        self._buffer: torch.Tensor | None = None
+        # The copy comes from there.
+        self.device: torch.device | None = value.device
+        if not accelerator.asynchronous(value.device):
             self.tensor = value.clone(memory_format=torch.contiguous_format)
             return
-        # torch's allocator of pinned memory keeps blocks and uses them again when the copies into them are
-        # done.
-        self.tensor = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        # Torch copies the bytes of a conjugate, and conjugates them here before they have come.
+        value = value.resolve_conj().resolve_neg()
+        self._staging = downloads()
+        if value.numel() and hardware.has_pinned_memory(value.device):
+            self._buffer = self._staging.take(value.nbytes)
+        if self._buffer is None:
+            self.tensor = value.cpu().contiguous()
+            return
+        self.tensor = self._buffer[: value.nbytes].view(value.dtype).view(value.shape)
         self.tensor.copy_(value, non_blocking=True)
-        self.event = torch.cuda.current_stream(value.device).record_event()
+        self.event = accelerator.moment(accelerator.current_stream(value.device))
 
-    def ready(self) -> bool:
-        """Return whether the copy is done."""
-        return self.event is None or self.event.query()
+    def __del__(self) -> None:
+        if self._buffer is None:
+            return
+        if isinstance(self.event, accelerator.Moment):
+            self._staging.give(self.event, self._buffer)
+        elif self.device in accelerator.lost:
+            # Torch's allocator would note an event on each stream that has used the buffer. That fails now,
+            # in a destructor, which ends the process.
+            lost.keep_for_ever(self._buffer)
+        else:
+            # The copy was refused, for example as the device had no memory for it. An event that was not
+            # recorded counts as one that has happened.
+            self._staging.give(torch.Event(self.device), self._buffer)
 
 
 class Stamp:
@@ -191,13 +260,18 @@ class Stamp:
 
     __slots__ = ("event", "nanoseconds")
 
-    def __init__(self, nanoseconds: int, event: torch.cuda.Event | None) -> None:
+    def __init__(self, nanoseconds: int, event: torch.Event | None) -> None:
         self.nanoseconds, self.event = nanoseconds, event
 
 
 def elapsed_time(start: Stamp, end: Stamp) -> torch.Tensor:
-    """Return the milliseconds from one stamp to another. Blocks until a GPU has passed both."""
+    """Return the milliseconds from one stamp to another. Blocks until a device has passed both."""
     if start.event is not None and end.event is not None:
+        if start.event.device != end.event.device:
+            raise UsageError(
+                f"the events are of streams of {start.event.device} and {end.event.device}, which have two "
+                "clocks: record both on streams of one device"
+            )
         end.event.synchronize()
         start.event.synchronize()
         return torch.tensor(start.event.elapsed_time(end.event), dtype=torch.float64)

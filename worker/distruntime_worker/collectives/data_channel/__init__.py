@@ -22,6 +22,8 @@ from distruntime.wire.data_channel import (
 )
 from distruntime.wire.messages import ChannelOffer
 
+from ...machine import accelerator
+
 log = logging.getLogger("distruntime.worker")
 
 # Every mpirun puts one of these into the environment.
@@ -34,11 +36,24 @@ _MPIRUN = (
 # Torch reads by either name how many operations its flight recorder keeps.
 _RECORDED = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 
+# By default torch ends the whole process when a collective of NCCL fails or takes too long, when a device
+# reports an error, or when its own watching thread is held up. One lost worker would cost all of its groups
+# their workers. This runtime ends the group and says why, and it limits the time itself. Torch reads these
+# when a group is made.
+_PROCESS_LIVES = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
+
 # Each name has its module and its class. The module is imported on demand: mpi4py starts MPI when it is
 # imported.
 _SHIPPED = {
     "gloo": (".gloo", "Gloo"),
     "nccl": (".nccl", "NCCL"),
+    "xccl": (".xccl", "XCCL"),
     "tcp": (".tcp", "TCP"),
     "tcp+tls": (".tls", "TLS"),
     "mpi": (".mpi", "MPI"),
@@ -47,14 +62,18 @@ _SHIPPED = {
 
 def _missing(name: str) -> str:
     """Return why a shipped channel cannot be had here, or nothing."""
-    if name in ("gloo", "nccl") and not torch.distributed.is_available():
+    if name in ("gloo", "nccl", "xccl") and not torch.distributed.is_available():
         return f"torch {torch.__version__} was built without torch.distributed"
     if name == "gloo" and not torch.distributed.is_gloo_available():
         return f"torch {torch.__version__} was built without gloo"
     if name == "nccl" and not torch.distributed.is_nccl_available():
         return f"torch {torch.__version__} was built without NCCL"
-    if name == "nccl" and not torch.cuda.is_available():
+    if name == "nccl" and accelerator.find().kind != "cuda":
         return "no CUDA device is here"
+    if name == "xccl" and not torch.distributed.is_xccl_available():
+        return f"torch {torch.__version__} was built without XCCL"
+    if name == "xccl" and accelerator.find().kind != "xpu":
+        return "no XPU is here"
     if name == "tcp+tls" and importlib.util.find_spec("cryptography") is None:
         return "cryptography is not installed: pip install cryptography"
     if name == "mpi" and importlib.util.find_spec("mpi4py") is None:
@@ -93,15 +112,17 @@ def find(name: str) -> Factory:
 
 
 def prepare() -> None:
-    """Make this process ready for groups: turn torch's flight recorder off, and start MPI.
+    """Make this process ready for groups, and let it outlive their failures. Start MPI.
 
-    A user who has set the recorder's size keeps it. MPI is started if `mpirun` has started this worker. It
+    What the user has set in the environment stays. MPI is started if `mpirun` has started this worker. It
     waits there for all that `mpirun` starts, and the master would wait with it.
     """
     # Members on one worker use torch's groups from several threads at once. The recorder of torch 2.11 writes
     # into a table without its lock when a group runs its first operation, and the worker dies by SIGSEGV.
     if not any(variable in os.environ for variable in _RECORDED):
         os.environ[_RECORDED[0]] = "0"
+    for variable, value in _PROCESS_LIVES.items():
+        os.environ.setdefault(variable, value)
     if not _missing("mpi"):
         try:
             find("mpi")

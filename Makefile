@@ -6,7 +6,8 @@
 #   make rooms    the rooms of both packages, and which imports which
 #   make docs     the documentation as a site, in build/docs; a warning is an error
 #   make bench    the figures of the README and docs/design.md
-#   make gpu      what needs a GPU: its tests and its figures; without one it says so
+#   make gpu      25 checks on a machine with a GPU and its figures, in ten minutes; nothing is downloaded
+#   make accelerator  the GPU's path on an accelerator that is simulated: it needs a C++ compiler, and says so without one
 #   make ecosystem  a script for each of 41 libraries, here and on a worker, in a venv of their own: some five minutes
 #   make torch-tests  PyTorch's own tests on remote tensors, a sample of them: 10 to 15 minutes
 #   make long     what takes hours: every dtype of op_db, its wrong inputs, every architecture of transformers, an hour of fuzzing, 200 faults, half an hour
@@ -53,9 +54,17 @@ rooms: .venv/.tests
 bench: .venv/.tests
 	$(BIN)/python -m benchmarks $(ARGS)
 
-gpu: .venv/.tests
-	DISTRUNTIME_TEST_GPUS=1 $(BIN)/python -m pytest tests/gpu
-	$(BIN)/python -m benchmarks gpu
+# It installs nothing from a registry: it takes the Python that has torch with a GPU, and says which wheels to
+# bring where one of our packages is missing. PYTHON=/path/to/python3 names that Python.
+# ARGS="--only 7 14" runs some of the checks, ARGS="--simulate-cuda 2" tries the script without a GPU.
+# The first one whose torch sees an accelerator is taken, and one that was named in any case.
+GPU_PYTHONS := $(if $(filter command line,$(origin PYTHON)),$(PYTHON),$(PYTHON) python $(wildcard $(BIN)/python))
+GPU_PYTHON = $(or $(shell for p in $(GPU_PYTHONS); do $$p -c \
+	'import sys, torch; sys.exit(not torch.accelerator.is_available())' 2>/dev/null && echo $$p && break; done),\
+	$(lastword $(GPU_PYTHONS)))
+
+gpu:
+	$(KEPT) $(GPU_PYTHON) tests/gpu/checks $(ARGS)
 
 long: .venv/.tests
 	$(BIN)/python -m pytest tests/long $(ARGS)
@@ -69,6 +78,10 @@ long: .venv/.tests
 	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/programs.py --programs 20000 --publish
 	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/programs.py --programs 2000 --publish --masters 2 --simulate-cuda 2
 	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/programs.py --programs 2000 --nodes 4 --threads 3
+	$(BIN)/python tests/accelerator/run.py --programs 5000 -k random_programs
+
+accelerator: .venv/.tests
+	$(KEPT) $(BIN)/python tests/accelerator/run.py $(ARGS)
 
 # The libraries have a venv of their own: they bring 200 packages, and their plug-ins would be found by the suite.
 # ARGS="timm peft" runs some, ARGS="--page docs/ecosystem.md" also writes the page's table.
@@ -97,4 +110,4 @@ torch-tests: .venv/.torch-tests
 	@$(BIN)/pip install $(PIP_FLAGS) -qq --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
 
-.PHONY: demo test test-all check rooms docs bench gpu ecosystem torch-tests long
+.PHONY: demo test test-all check rooms docs bench gpu accelerator ecosystem torch-tests long

@@ -18,17 +18,20 @@ from . import (
     bandwidth,
     distance,
     floor,
+    functions,
     gpu,
     groups,
     latency,
+    loader,
     mesh,
     strangers,
     streams,
     survival,
     takeover,
     training_step,
+    weights,
 )
-from .harness import Figure
+from .harness import Figure, row
 
 BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
     "floor": floor.measure,
@@ -42,6 +45,9 @@ BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
     "survival": survival.measure,
     "strangers": strangers.measure,
     "takeover": takeover.measure,
+    "functions": functions.measure,
+    "weights": weights.measure,
+    "loader": loader.measure,
     "gpu": gpu.measure,
 }
 
@@ -50,13 +56,6 @@ def machine() -> str:
     """Return one line about this machine."""
     system = f"{platform.system()} {platform.release()}"
     return f"{os.cpu_count()} cores, {system}, Python {platform.python_version()}, torch {torch.__version__}"
-
-
-def row(figure: Figure) -> str:
-    """Return a figure as a row of the table."""
-    bar = "" if figure.bar is None else f"{'at most' if figure.most else 'at least'} {figure.bar:g}"
-    verdict = "" if figure.bar is None else "yes" if figure.passed else "**no**"
-    return f"| {figure.name} | {figure.value:.2f} {figure.unit} | {bar} | {verdict} | {figure.note} |"
 
 
 def main() -> int:

@@ -40,6 +40,13 @@ class Figure:
         return self.bar is None or (self.value <= self.bar if self.most else self.value >= self.bar)
 
 
+def row(figure: Figure) -> str:
+    """Return a figure as a row of the table."""
+    bar = "" if figure.bar is None else f"{'at most' if figure.most else 'at least'} {figure.bar:g}"
+    verdict = "" if figure.bar is None else "yes" if figure.passed else "**no**"
+    return f"| {figure.name} | {figure.value:.2f} {figure.unit} | {bar} | {verdict} | {figure.note} |"
+
+
 def seconds(work: Callable[[], object], times: int = 1) -> float:
     """Return the mean seconds of one call."""
     start = time.perf_counter()

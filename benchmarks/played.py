@@ -41,7 +41,7 @@ from distruntime.wire.messages import (
 _SEGMENTS = {MESSAGES.index(Segment), MESSAGES.index(MeshSegment)}
 _DONE = MESSAGES.index(Done)
 _BYTE = 8e-7  # seconds: `x + y`, with the free of an earlier result, has 25 bytes of a segment
-_DEVICES = [DeviceRow("cpu", "played", 0, 0, "", 0, 0)]
+_DEVICES = [DeviceRow("cpu", "played", 0, 0, "", 0, 0, "", 5056, [])]
 _REPORT = ["played", 0, "", "", "", "", 0.0, False, 0.0, _DEVICES, [None], []]
 # An address that is empty says that there is no channel to other workers.
 _ANSWERS: dict[type, object] = {

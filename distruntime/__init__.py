@@ -72,6 +72,13 @@ if typing.TYPE_CHECKING:
     from .mesh.shards import from_shards, shards
     from .publishing.listing import Publication, Publications
     from .publishing.publish import lookup, names, publish, unpublish
+    from .python.files import pull, push
+    from .python.loader import DataLoader, data_loader
+    from .python.objects import RemoteFunction, RemoteObject, remote
+    from .python.pretrained import from_pretrained
+    from .python.remote_module import RemoteModule
+    from .python.shipping import Comparison, compare, ship
+    from .python.spmd import SpmdFunction, spmd
     from .session.launcher import Launcher, LaunchSpec, WorkerProcess
     from .session.placing import device, node, on, place, set_place
     from .session.stalls import Stall, get_sync_debug_mode, set_sync_debug_mode, stalls
@@ -153,9 +160,11 @@ __all__ = [
     "Capabilities",
     "CharTensor",
     "CheckpointError",
+    "Comparison",
     "ConfigurationError",
     "ConnectionFailed",
     "DataChannel",
+    "DataLoader",
     "DeviceMesh",
     "DistributedTensor",
     "DistruntimeError",
@@ -185,10 +194,14 @@ __all__ = [
     "ReduceOp",
     "Reduction",
     "RemoteError",
+    "RemoteFunction",
+    "RemoteModule",
+    "RemoteObject",
     "Session",
     "SessionClosed",
     "Settings",
     "ShortTensor",
+    "SpmdFunction",
     "Stall",
     "Stream",
     "StreamCancelled",
@@ -206,8 +219,10 @@ __all__ = [
     "barrier",
     "broadcast",
     "cancel",
+    "compare",
     "config",
     "current_stream",
+    "data_loader",
     "default_stream",
     "destroy_process_group",
     "detach",
@@ -216,6 +231,7 @@ __all__ = [
     "eye",
     "fetch",
     "fetch_async",
+    "from_pretrained",
     "from_shards",
     "full",
     "functional",
@@ -243,6 +259,8 @@ __all__ = [
     "premul_sum",
     "primitives",
     "publish",
+    "pull",
+    "push",
     "rand",
     "randint",
     "randn",
@@ -252,6 +270,7 @@ __all__ = [
     "reduce_scatter",
     "reduce_scatter_tensor",
     "register_data_channel",
+    "remote",
     "restart",
     "run_with_restarts",
     "save",
@@ -261,7 +280,9 @@ __all__ = [
     "set_place",
     "set_sync_debug_mode",
     "shards",
+    "ship",
     "shutdown",
+    "spmd",
     "stacks",
     "stalls",
     "stream",

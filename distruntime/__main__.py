@@ -24,6 +24,58 @@ torch and dr (distruntime) are imported. Try:  x = torch.randn(3, 3, device="rem
 _PACKAGES = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "tqdm": "tqdm"}
 
 
+# These are torchrun's flags, and whether a value follows. A run with one of them is a run of torchrun.
+_TORCHRUN = {
+    "--nnodes": True,
+    "--nproc-per-node": True,
+    "--rdzv-backend": True,
+    "--rdzv-endpoint": True,
+    "--rdzv-id": True,
+    "--rdzv-conf": True,
+    "--standalone": False,
+    "--max-restarts": True,
+    "--monitor-interval": True,
+    "--start-method": True,
+    "--event-log-handler": True,
+    "--role": True,
+    "--no-python": False,
+    "--run-path": False,
+    "--log-dir": True,
+    "--redirects": True,
+    "--tee": True,
+    "--local-ranks-filter": True,
+    "--duplicate-stdout-filters": True,
+    "--duplicate-stderr-filters": True,
+    "--node-rank": True,
+    "--master-addr": True,
+    "--master-port": True,
+    "--local-addr": True,
+    "--logs-specs": True,
+    "--numa-binding": True,
+    "--signals-to-handle": True,
+    "--shutdown-timeout": True,
+    "--virtual-local-rank": False,
+    # Torch has these from 2.15 on.
+    "--log-line-prefix-template": True,
+    "--print-completion": True,
+}
+_SHORT = {"--redirects": ("-r",), "--tee": ("-t",)}
+
+
+class _Flag(argparse.Action):
+    """Notes one of torchrun's flags, with its value."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        """Add the flag to those that were given."""
+        namespace.torchrun = [*namespace.torchrun, (self.const, values if isinstance(values, str) else "")]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m distruntime", description=__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"distruntime {__version__}")
@@ -57,7 +109,14 @@ def _parser() -> argparse.ArgumentParser:
         help="use no key: whoever reaches a port may run code there",
     )
     run = commands.add_parser(
-        "run", help="run a script with a session, such as one for CUDA with --as-cuda", allow_abbrev=False
+        "run",
+        help="run a script with a session, such as one for CUDA with --as-cuda, or under torchrun's flags",
+        description=(
+            "Run a script with a session of workers. With one of torchrun's flags (--nproc-per-node, "
+            "--nnodes, --standalone, --max-restarts, --rdzv-..., and so on) the workers run it, as torchrun "
+            "does."
+        ),
+        allow_abbrev=False,
     )
     run.add_argument(
         "--as-cuda",
@@ -80,7 +139,20 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--session", metavar="NAME", help="the session's name: it is attached to if it is there")
     run.add_argument("--key", metavar="FILE", help="the cluster's key file (distruntime-worker keygen)")
     run.add_argument("--insecure", action="store_true", help="use no key")
-    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
+    run.add_argument(
+        "-m", "--module", dest="module", action="store_true", help="SCRIPT is the name of a module"
+    )
+    for name, valued in _TORCHRUN.items():
+        spellings = dict.fromkeys([name, "--" + name[2:].replace("-", "_"), *_SHORT.get(name, ())])
+        run.add_argument(
+            *spellings,
+            dest="torchrun",
+            action=_Flag,
+            const=name,
+            nargs=None if valued else 0,
+            default=[],
+            help=argparse.SUPPRESS,
+        )
     run.add_argument("script", metavar="SCRIPT", help="the file to run")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     commands.add_parser(
@@ -199,6 +271,8 @@ def _run(options: argparse.Namespace) -> int:
     """Run a script or a module as Python would, in a session that ends with it."""
     distruntime = importlib.import_module(__package__)
     addresses = options.workers.split(",") if options.workers else None
+    if options.torchrun:
+        return _torchrun(options, addresses)
     try:
         session = distruntime.init_master_worker(
             backend="zmq",
@@ -232,6 +306,38 @@ def _run(options: argparse.Namespace) -> int:
             if found:
                 importlib.import_module(".session.screen", __package__).voice(None)(found + "\n")
     return 0
+
+
+def _torchrun(options: argparse.Namespace, addresses: list[str] | None) -> int:
+    """Run a script under torchrun's agents on workers; return the exit code."""
+    distruntime = importlib.import_module(__package__)
+    torchrun = importlib.import_module(".python.torchrun", __package__)
+    if options.as_cuda:
+        print(
+            f"got --as-cuda and {options.torchrun[0][0]}: a script of torchrun runs on the workers, where "
+            '"cuda" means their own GPUs. Leave --as-cuda out',
+            file=sys.stderr,
+        )
+        return 2
+    session = None
+    try:
+        _, most = torchrun.nodes_of(options.torchrun)
+        session = distruntime.init_master_worker(
+            backend="zmq",
+            world_size=options.world_size or (None if addresses else most),
+            workers=addresses,
+            key=options.key,
+            insecure=options.insecure,
+            quiet=True,
+        )
+        status: int = torchrun.run_script(options.torchrun, options.script, options.arguments, options.module)
+        return status
+    except DistruntimeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if session is not None:
+            session.shutdown(raise_unread=False)
 
 
 def _complete(names: dict[str, object]) -> None:

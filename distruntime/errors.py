@@ -69,7 +69,7 @@ class RemoteError(DistruntimeError):
 
 
 class StreamCancelled(DistruntimeError, RuntimeError):
-    """The work was dropped by `dr.cancel` or `stream.cancel` before it ran."""
+    """The work was dropped by `dr.cancel` or `stream.cancel` before it ran, or its function interrupted."""
 
 
 class WaitTimeout(DistruntimeError, TimeoutError):

@@ -73,6 +73,8 @@ docs/slow
 docs/sessions
 docs/publishing
 docs/checkpoints
+docs/data
+docs/shipping
 docs/places
 docs/streams
 docs/meshes
@@ -82,6 +84,7 @@ docs/looking
 docs/sharing_a_worker
 docs/security
 docs/limits
+docs/gpu
 docs/torch_tests
 docs/environment
 docs/design

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import re
+
 import pytest
 
 from rooms import MODULES, ROOMS, imports, ours, room
 
-MOST_ROOMS = {"distruntime": 14, "distruntime_worker": 8}
+MOST_ROOMS = {"distruntime": 15, "distruntime_worker": 9}
 MOST_FILES = 21
 # These are modules of the master's side, with everything below them.
 WORKER_MAY_USE = {
@@ -24,14 +27,29 @@ OUTSIDE = {
         "distruntime.wire.inbox",
         "distruntime.wire.keys",
     },
-    # On the master nothing is unpickled but what a trusted key has signed, and on a worker nothing before
-    # authentication. `torch_save` only walks through what `torch.save` is to pickle.
+    # On the master nothing is unpickled but what a trusted key has signed, and the copy of an object that the
+    # user asks a worker with the key for. On a worker nothing is unpickled before authentication, and nothing
+    # at all with --no-functions. `torch_save` only walks through what `torch.save` is to pickle.
     "pickle": {
         "distruntime.backend.torch_save",
         "distruntime.publishing.structure",
+        "distruntime.python.pickling",
         "distruntime_worker.collectives.groups",
+        "distruntime_worker.python.calls",
+        # A worker and the processes that it has started exchange pickles.
+        "distruntime_worker.python.handing",
+        "distruntime_worker.python.skeleton",
     },
-    "cloudpickle": {"distruntime.collectives.data_channels", "distruntime.publishing.structure"},
+    # A worker pickles the copy of an object that its master has asked for.
+    "cloudpickle": {
+        "distruntime.collectives.data_channels",
+        "distruntime.publishing.structure",
+        "distruntime.python.pickling",
+        "distruntime_worker.python.calls",
+        "distruntime_worker.python.hosting",
+        "distruntime_worker.python.member",
+        "distruntime_worker.python.members",
+    },
     "nacl": {"distruntime.publishing.signing"},
     "cryptography": {"distruntime_worker.collectives.data_channel.tls"},
     "ssl": {"distruntime_worker.collectives.data_channel.tls"},
@@ -43,8 +61,18 @@ OUTSIDE = {
         "distruntime.log.shards",
         "distruntime.wire.channel",
         "distruntime.wire.shared",
+        "distruntime_worker.python.members",
     },
 }
+# These know the kinds of accelerators: three modules of the worker, and its data channels that are for one
+# kind. "simulate_cuda" is an option's name.
+KNOWS_ACCELERATORS = (
+    "distruntime_worker.machine.accelerator",
+    "distruntime_worker.machine.hardware",
+    "distruntime_worker.machine.random_states",
+    "distruntime_worker.collectives",
+)
+KIND = re.compile(r"(?<!simulate[-_])cuda|\bxpu\b|\bmps\b", re.IGNORECASE)
 WIRE_WITH_TORCH = {"distruntime.wire.codec", "distruntime.wire.data_channel"}
 
 
@@ -94,3 +122,19 @@ def test_what_reaches_outside_stays_in_its_place(module: str) -> None:
     assert [name for name, allowed in OUTSIDE.items() if name in roots and module not in allowed] == []
     if module.startswith("distruntime.wire"):
         assert "torch" not in roots or module in WIRE_WITH_TORCH
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if _package(name) == "distruntime_worker"])
+def test_only_these_modules_of_the_worker_know_the_kinds_of_accelerators(module: str) -> None:
+    said = []
+    for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
+        match node:
+            case ast.Expr(value=ast.Constant()):
+                # It is a docstring.
+                node.value.value = ""
+            case ast.Attribute(attr=text) | ast.Name(id=text) | ast.arg(arg=text) | ast.keyword(arg=text):
+                said.append(text)
+            case ast.Constant(value=str(text)):
+                said.append(text)
+    found = [text for text in said if text and KIND.search(text)]
+    assert found == [] or module.startswith(KNOWS_ACCELERATORS)

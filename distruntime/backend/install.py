@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import rename_privateuse1_backend
 
 from ..collectives.copies import COPIES
-from ..errors import NotSupportedError, drop_frames, without_our_frames
+from ..errors import ConfigurationError, NotSupportedError, drop_frames, without_our_frames
 from ..log.handle import BARE, Place
 from ..operators.dispatch import dispatch
 from ..operators.new_calls import create
@@ -70,10 +70,20 @@ class _Guard(torch._C._acc.DeviceGuard):
 
 
 def install() -> None:
-    """Make "remote" a device of torch. Does its work once; nothing changes for local tensors."""
+    """Make "remote" a device of torch. Does its work once; nothing changes for local tensors.
+
+    Raise `ConfigurationError` where a device from outside of torch has taken the one key that there is.
+    """
     if _library:
         return
     key = torch._C._get_privateuse1_backend_name()
+    if key not in ("privateuseone", "remote"):
+        raise ConfigurationError(
+            f"the device {key!r} is loaded in this process, and holds the one dispatch key (PrivateUse1) "
+            "that torch has for devices from outside, which remote tensors need. Start this process with "
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 in its environment, and import no package of that device: "
+            f"workers load it all the same, and offer {key!r}"
+        )
     if key == "privateuseone":
         rename_privateuse1_backend("remote")
         device_module = RemoteModule()
@@ -99,7 +109,6 @@ def install() -> None:
     for backend in ("Lazy", "PrivateUse1"):
         _library.append(torch.library.Library("_", "IMPL"))
         _library[-1].fallback(_fallback, backend)
-    # Otherwise another device has the name, and its own autocast has the key.
     if key == "privateuseone":
         _library.append(torch.library.Library("_", "IMPL"))
         install_autocast(_library[0], _library[-1])

@@ -102,6 +102,8 @@ def _sending(own: _Open) -> _Open:
     class safe_open(metaclass=_Kind):
         __doc__ = own.__doc__
 
+    # So a function that uses it travels with its name, which is safetensors' own class on a worker.
+    safe_open.__module__, safe_open.__qualname__ = "safetensors", "safe_open"
     return safe_open  # type: ignore[return-value]
 
 

@@ -132,6 +132,10 @@ def load(f: object, map_location: object = None, *args: object, **kwargs: object
         _loading.reset(token)
 
 
+# So it travels to a worker as what it stands for.
+load.__module__ = "torch.serialization"
+
+
 def install_load() -> None:
     """Put these in torch's place."""
     torch.load = load

@@ -9,21 +9,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeGuard
+from typing import Any
 
 import torch
 
 from ..errors import CheckpointError, PlacementError, UsageError, without_our_frames
 from ..log.handle import Handle, Place, Residence, new_value
-from ..log.mesh_log import MeshLog
 from ..log.node import Node
 from ..log.shards import mesh_of
 from ..log.spec import Spec, spec
 from ..operators.proxies import wrap
 from ..operators.transfer import download, ready
+from ..python.weights import Laid, Mesh, is_mesh, load_weights
 from ..session.requests import Request
 from ..session.session import Session, active_session
-from ..session.spelling import is_node, named, on_node
+from ..session.spelling import is_node, named, on_node, require_alone
 from ..session.stalls import before_wait, note_wait
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
@@ -32,6 +32,7 @@ from ..wire.codec import dtype_name, dtype_named
 from ..wire.messages import IndexSummary, ListFolder, ReadIndex
 from .phases import VERSION, other_version
 from .save import GRAD, PARAMETER, SMALL, folder_of, host_of, send_plan, under_way
+from .sharded import Part, Sharded, assembled, on_mesh, overlap, parts_for
 from .tree import Json, unpacked
 
 log = logging.getLogger("distruntime")
@@ -42,8 +43,18 @@ _DECODER = json.JSONDecoder()
 # A tree may hold anything that JSON or a tensor is, so its users would have to convert an `object` on each
 # line.
 @without_our_frames
-def load(path: str | os.PathLike[str], *, place: object = None) -> Any:  # type: ignore[explicit-any]
-    """Return the tree of the newest complete checkpoint in the folder `path`. Block until all of it is there.
+def load(  # type: ignore[explicit-any]
+    path: str | os.PathLike[str],
+    *,
+    place: object = None,
+    node: object = None,
+    into: torch.nn.Module | None = None,
+    placements: Laid = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """Return a checkpoint of `save`, or with `node=` weights that lie at a worker. Block until all is there.
+
+    Without `node=`, return the tree of the newest complete checkpoint in the folder `path`.
 
     Modules and optimizers come back as the dicts that their `load_state_dict` takes. Dicts, lists and tuples
     come back as plain ones. Tensors that were tied are tied, and local ones are local. Each worker reads the
@@ -55,13 +66,31 @@ def load(path: str | os.PathLike[str], *, place: object = None) -> Any:  # type:
             that is not there. A `Place`, "remote:1", a `torch.device` like it or the number of a node means
             there. "cpu" means into this process. A mesh takes the tensors that were on a mesh of as many
             members, each member's shard at its place, and the others go where they were.
+        node: where weights lie and go to: the number of a node (its first GPU, else its CPU), a place, or a
+            mesh, at each of whose nodes they lie. `path` is then one at the worker: a safetensors file, a
+            file of `torch.save`, or a folder of them as Hugging Face has it. The result is a dict of remote
+            tensors, or what was saved with `torch.save`. The bytes never come here.
+        into: a module that gets the weights, and is returned. It may have been made on `meta`.
+        placements: how a mesh's members share each tensor, as for `distribute_tensor`; also a dict of these
+            by name, or a function of the name and a tensor on `meta`. Each member reads its own slices. None
+            takes the placements of `into`'s own DTensors, and all else is read whole by each member.
+        dtype: what floating-point weights become.
 
     Raises:
         CheckpointError: there is none, or it is half, damaged or of another version.
+        FileNotFoundError: there are no weights at `node`.
         PlacementError: there is no such place.
         UsageError: a tensor was on a mesh, and `place` is none, or one of another size.
         NodeFailed: a worker was lost meanwhile.
     """
+    if node is not None:
+        if place is not None:
+            require_alone(place, "node", node)
+        return load_weights(path, node, into, placements, dtype)
+    if into is not None or placements is not None or dtype is not None:
+        raise UsageError(
+            "into=, placements= and dtype= are for weights that lie at a worker: say at which, node=..."
+        )
     session = active_session()
     found = find_newest(session, folder_of(path))
     if found is None:
@@ -180,20 +209,6 @@ def _answered(requests: Sequence[Request[object]], sizes: Sequence[int]) -> int:
     return sum(size for size, request in zip(sizes, requests) if request.done)
 
 
-class _Mesh(Protocol):
-    """What a load needs of a mesh. Its class is imported late, with torch.distributed.tensor."""
-
-    _mesh_log: MeshLog
-    _home: Residence
-
-    @property
-    def places(self) -> Sequence[Place]: ...
-
-
-def _is_mesh(place: object) -> TypeGuard[_Mesh]:
-    return hasattr(place, "_mesh_log")
-
-
 class _Target:
     """Where tensors go that were remote."""
 
@@ -201,12 +216,12 @@ class _Target:
         self._session = session
         # It is True if they come into this process.
         self.here = False
-        self.mesh: _Mesh | None = None
+        self.mesh: Mesh | None = None
         self._node: int | None = None
         self._residence: Residence | None = None
         if place is None:
             return
-        if _is_mesh(place):
+        if is_mesh(place):
             self.mesh = place
         elif is_node(place):
             session.places.devices(place)
@@ -247,6 +262,7 @@ class _TensorRead:
     With `home` None it comes into this process, together with other small ones if `small`.
     """
 
+    name: str
     file: str
     spec: Spec
     stride: list[int] | None
@@ -267,14 +283,19 @@ class _Reading:
         self._about = tensors
         self._reads: dict[str, _TensorRead] = {}
         self._made: dict[tuple[str, int], torch.Tensor] = {}
+        # These are each member's part of a DTensor, and the shards that the part is made of.
+        self._parts: dict[str, list[tuple[Part, list[tuple[list[int], str]]]]] = {}
 
     def add(self, form: list[Json]) -> None:
         """Put a tensor of the tree on the list of those to read."""
-        key, _, _, members = _leaf_fields(form)
+        key, _, _, members, about = _leaf_fields(form)
         if not members:
             self._add(key, None)
             return
         mesh = self._target.mesh
+        if about is not None:
+            self._add_parts(key, about, mesh)
+            return
         if mesh is None or len(mesh.places) != members:
             raise UsageError(
                 f"{key!r} was on a mesh of {members} members, and needs a mesh of as many: "
@@ -284,10 +305,42 @@ class _Reading:
         for k in range(members):
             self._add(f"{key}.member{k}", mesh.places[k])
 
-    def _add(self, key: str, place: Place | None) -> None:
+    def _add_parts(self, key: str, about: Sharded, mesh: Mesh | None) -> None:
+        """Have each member of a mesh read the shards that it needs, or one place all of them."""
+        if key in self._parts:
+            return
+        self._parts[key] = []
+        for k, part in enumerate(parts_for(about, mesh, key)):
+            pieces = []
+            for name, start in about.shards:
+                if overlap(start, _TensorEntry.parsed(self._about[name]).shape, part) is not None:
+                    read = f"{name} of {k}"
+                    self._add(name, self._whole_at() if mesh is None else mesh.places[k], read)
+                    pieces.append((start, read))
+            self._parts[key].append((part, pieces))
+
+    def _whole_at(self) -> Place | None:
+        """Return where a DTensor goes that comes as a whole; None for this process."""
+        if self._target.here:
+            return None
+        current = self._session.places.current().place
+        node = current.members[0].node if current.members else current.node
+        return self._target.place_for(node, current.local_device).place
+
+    def _sharded(self, values: dict[str, torch.Tensor], key: str, about: Sharded) -> torch.Tensor:
+        mesh = self._target.mesh
+        found = []
+        for part, pieces in self._parts[key]:
+            home = self._reads[pieces[0][1]].home
+            found.append(assembled([(start, values[read]) for start, read in pieces], part, home))
+        return found[0] if mesh is None else on_mesh(about, mesh, key, found)
+
+    def _add(self, name: str, place: Place | None, key: str = "") -> None:
+        """Have a tensor of a file read, under a key of its own where several places read it."""
+        key = key or name
         if key in self._reads:
             return
-        about = _TensorEntry.parsed(self._about[key])
+        about = _TensorEntry.parsed(self._about[name])
         size = torch.Size(about.shape)
         stride = tuple(about.stride) if about.stride else torch.empty(size, device="meta").stride()
         metadata = spec(size, stride, 0, dtype_named(about.dtype))
@@ -305,7 +358,7 @@ class _Reading:
         else:
             reader = host_of(self._session, holders[0])
         small = home is None and metadata.nbytes <= SMALL
-        self._reads[key] = _TensorRead(file, metadata, about.stride, reader, home, small)
+        self._reads[key] = _TensorRead(name, file, metadata, about.stride, reader, home, small)
 
     def values(self) -> dict[str, torch.Tensor]:
         """Block until all are read; return them by their keys."""
@@ -356,8 +409,8 @@ class _Reading:
         return read
 
     def _plan(self, keys: list[str]) -> dict[str, object]:
-        rows = [(key, self._reads[key]) for key in keys]
-        tensors = [[r.file, key, dtype_name(r.spec.dtype), list(r.spec.size), r.stride] for key, r in rows]
+        rows = [self._reads[key] for key in keys]
+        tensors = [[r.file, r.name, dtype_name(r.spec.dtype), list(r.spec.size), r.stride] for r in rows]
         return {"folder": self._stored.folder, "save": self._stored.save, "tensors": tensors}
 
     def _read(self, reader: Residence, keys: list[str]) -> tuple[Handle, dict[str, DistributedTensor]]:
@@ -368,7 +421,7 @@ class _Reading:
         issue_function(
             reader.worker,
             "checkpoint_read",
-            [plan, torch.device(reader.place.local_device)],
+            [plan, reader.place],
             fresh=[report, *handles],
         )
         return report, {key: wrap(DistributedTensor, handle) for key, handle in zip(keys, handles)}
@@ -388,19 +441,22 @@ class _Reading:
         for key in keys:
             metadata = self._reads[key].spec
             piece = pack[start : start + metadata.nbytes].clone().view(metadata.dtype).view(metadata.size)
-            found[key] = torch.empty_strided(metadata.size, metadata.stride, dtype=metadata.dtype).copy_(
-                piece
-            )
+            found[key] = torch.empty_strided(
+                metadata.size, metadata.stride, dtype=metadata.dtype, device="cpu"
+            ).copy_(piece)
             start += metadata.nbytes
         return found
 
     def leaf(self, values: dict[str, torch.Tensor], form: list[Json]) -> torch.Tensor:
         """Return a tensor of the tree."""
-        key, alias, flags, members = _leaf_fields(form)
+        key, alias, flags, members, about = _leaf_fields(form)
         made = self._made.get((key, alias))
         if made is None:
             if (key, -1) not in self._made:
-                self._made[key, -1] = values[key] if not members else self._on_mesh(values, key, members)
+                if about is not None:
+                    self._made[key, -1] = self._sharded(values, key, about)
+                else:
+                    self._made[key, -1] = values[key] if not members else self._on_mesh(values, key, members)
             made = self._made[key, -1].detach()
             if flags & PARAMETER:
                 made = torch.nn.Parameter(made, bool(flags & GRAD))
@@ -418,11 +474,15 @@ class _Reading:
         return made
 
 
-def _leaf_fields(form: list[Json]) -> tuple[str, int, int, int]:
-    """Return a tensor's key, alias, flags and members, as `save` writes them into the tree."""
+def _leaf_fields(form: list[Json]) -> tuple[str, int, int, int, Sharded | None]:
+    """Return a tensor's key, alias, flags and members, as `save` writes them into the tree, and what a
+    DTensor was.
+    """
     match form:
         case [str(key), int(alias), int(flags), int(members)]:
-            return key, alias, flags, members
+            return key, alias, flags, members, None
+        case [str(key), int(alias), int(flags), int(members), about]:
+            return key, alias, flags, members, Sharded.parsed(about)
     raise ValueError(f"not a tensor of a tree: {str(form)[:80]}")
 
 

@@ -32,6 +32,7 @@ from ..tensors.worker_functions import issue_function
 from ..wire.codec import Buffer, dtype_name, tensor_bytes
 from ..wire.messages import ListFolder
 from .phases import Contents, FileWrite, Saving
+from .sharded import sharded
 from .tree import Json, packed
 
 log = logging.getLogger("distruntime")
@@ -67,7 +68,7 @@ def save(tree: object, path: str | os.PathLike[str], *, async_op: bool = False) 
 
     Raises:
         NodeFailed: a worker is lost.
-        NotSupportedError: there is a DTensor in the tree.
+        NotSupportedError: there is a sparse or a quantized tensor in the tree, or a DTensor that is partial.
         UsageError: there is something in it that a tree cannot hold.
         CheckpointError: the folder has a checkpoint of another version.
         OSError and its kind: a worker could not write.
@@ -207,6 +208,7 @@ class _Gathered:
         self._forms: dict[int, list[Json]] = {}
         self._held: list[torch.Tensor] = []
         self._aliases: dict[str, int] = {}
+        self._sharded: dict[str, dict[str, Json]] = {}
         # safetensors uses this name itself.
         self._names = {"__metadata__"}
         self.about: dict[str, dict[str, Json]] = {}
@@ -220,6 +222,9 @@ class _Gathered:
         found = self._forms.get(id(tensor))
         if found is None:
             self._held.append(tensor)
+            if hasattr(tensor, "_local_tensor"):
+                found = self._forms[id(tensor)] = self._dtensor(tensor, path)
+                return found
             _require_plain(tensor, path)
             members = 0
             if isinstance(tensor, DistributedTensor):
@@ -233,12 +238,33 @@ class _Gathered:
             if key is None:
                 key = self._keys[what] = self._name(path)
                 self._add(key, tensor)
-            alias = self._aliases[key] = self._aliases.get(key, -1) + 1
-            flags = (GRAD if tensor.requires_grad else 0) | (
-                PARAMETER if isinstance(tensor, torch.nn.Parameter) else 0
-            )
-            found = self._forms[id(tensor)] = [key, alias, flags, members]
+            found = self._forms[id(tensor)] = [*self._named(key, tensor), members]
         return found
+
+    def _named(self, key: str, tensor: torch.Tensor) -> list[Json]:
+        """Return the key, the alias and the flags of a tensor."""
+        alias = self._aliases[key] = self._aliases.get(key, -1) + 1
+        flags = (GRAD if tensor.requires_grad else 0) | (
+            PARAMETER if isinstance(tensor, torch.nn.Parameter) else 0
+        )
+        return [key, alias, flags]
+
+    def _dtensor(self, tensor: torch.Tensor, path: str) -> list[Json]:
+        """Return what the tree has for a DTensor: also where its shards are in the whole."""
+        local, about, members = sharded(tensor, path)
+        handle = local._handle
+        handle.place.node.session.require_open()
+        handle.place.node.require_alive()
+        what = f"DTensor {about.placements}", id(handle.storage), handle.spec
+        key = self._keys.get(what)
+        if key is None:
+            key = self._keys[what] = self._name(path)
+            for n, k in enumerate(members):
+                name = self._name(f"{key}.member{k}")
+                about.shards[n] = name, about.shards[n][1]
+                self._assign(name, wrap(DistributedTensor, member_of(handle, k)))
+            self._sharded[key] = about.form()
+        return [*self._named(key, tensor), len(members), self._sharded[key]]
 
     def _name(self, path: str) -> str:
         wanted = path.encode("utf-8", "backslashreplace").decode() or "tensor"
@@ -304,12 +330,6 @@ class _Gathered:
 
 def _require_plain(tensor: torch.Tensor, path: str) -> None:
     name = f"tensor {path!r}" if path else "the tensor"
-    if hasattr(tensor, "_local_tensor"):
-        raise NotSupportedError(
-            f"{name} is a DTensor, of which a checkpoint would lose the placements: save x.full_tensor(), "
-            "which is whole, or x.to_local(), each member's shard, which dr.load(path, place=mesh) brings "
-            "back to a mesh of as many members"
-        )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         kind = (
             "quantized"

@@ -16,6 +16,8 @@ Arguments = Mapping[str, object]
 
 # Where neither `world_size` nor `workers` is given, so many workers are started.
 WORLD_SIZE = 2
+# A data channel is chosen for these types of devices.
+_KINDS = frozenset({"cpu", "cuda", "xpu", "mps", "npu", "hpu", "mtia", "privateuseone"})
 
 
 def check(
@@ -30,7 +32,7 @@ def check(
     resume: object,
 ) -> None:
     """Raise `ConfigurationError` for an argument that cannot be, or that another one excludes."""
-    if backend in ("tcp", "tcp+tls", "mpi", "gloo", "nccl"):
+    if backend in ("tcp", "tcp+tls", "mpi", "gloo", "nccl", "xccl"):
         raise ConfigurationError(
             f"backend={backend!r} names a channel between workers; the command channel is always "
             "ZeroMQ: use "
@@ -43,11 +45,12 @@ def check(
         )
     if not isinstance(data_channel, str) and not (
         isinstance(data_channel, Mapping)
-        and set(data_channel) <= {"cpu", "cuda"}
+        and set(data_channel) <= _KINDS
         and all(isinstance(name, str) for name in data_channel.values())
     ):
         raise ConfigurationError(
-            f'data_channel is a name or {{"cuda": name, "cpu": name}}, got {data_channel!r}'
+            f'data_channel is a name or {{"cuda": name, "cpu": name}}, got {data_channel!r}; the types of '
+            f"devices are {', '.join(sorted(_KINDS))}"
         )
     if isinstance(workers, str):
         raise ConfigurationError(f"workers is a list of addresses, got one string: workers=[{workers!r}]")

@@ -554,6 +554,8 @@ _REFUSED = {
     "make_graphed_callables": "call the module itself",
     "graph": _WITHOUT,
     "graph_pool_handle": _WITHOUT,
+    "export_dot": _WITHOUT,
+    "export_graph_data": _WITHOUT,
     "caching_allocator_alloc": "make a tensor",
     "caching_allocator_delete": "let go of the tensor",
     "caching_allocator_disabled": _ALLOCATOR,

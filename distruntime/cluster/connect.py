@@ -90,8 +90,9 @@ def init_master_worker(
             number is not.
         launcher: who starts the workers: see `dr.Launcher`; the default starts processes of this machine.
         simulate_cuda: the number of GPUs that each started worker simulates with CPU tensors.
-        data_channel: how tensors move between workers: "gloo", "nccl", "tcp", "tcp+tls", "mpi", a registered
-            name, or one for each type of device, {"cuda": "nccl", "cpu": "gloo"}, which is what "auto" means.
+        data_channel: how tensors move between workers: "gloo", "nccl", "xccl", "tcp", "tcp+tls", "mpi", a
+            registered name, or one for each type of device, as {"cuda": "nccl", "cpu": "gloo"}. "auto" takes
+            the devices' own channel where all members can use it, and "gloo" elsewhere.
         key: file with the cluster's key; the default is $DISTRUNTIME_KEY or ~/.config/distruntime/key.
         insecure: talk to other machines without a key: whoever reaches the port may run code.
         timeout: seconds to wait for workers: 30, and 600 with `listen`, where a scheduler may start them.

@@ -209,6 +209,9 @@ def worker_environment(threads: int) -> dict[str, str]:
     environment["OMP_NUM_THREADS"] = str(threads)
     # A crash in a kernel then leaves its Python stack in the log.
     environment["PYTHONFAULTHANDLER"] = "1"
+    # A master sets it where a device from outside of torch is installed (see backend/install.py), which is
+    # what its workers are there for.
+    environment.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     paths = [path for path in _import_paths() if path not in installed]
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])

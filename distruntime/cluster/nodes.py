@@ -21,9 +21,11 @@ from ..wire.units import operator_text, size_text
 class Device:
     """A device of a node. `number` is that of `remote:k`, if the place has one; memory is in bytes.
 
-    Of a GPU also its compute capability ("9.0"), and what torch's caching allocator has given out there and
-    holds in all. `busy` is how much of the last second a GPU ran kernels, in percent, and None where nobody
-    knows.
+    Of a GPU also its compute capability ("9.0"), what torch's caching allocator has given out there and holds
+    in all, and its uuid: two workers whose devices have one uuid share a card. The free memory of a GPU that
+    its worker has not used may be more than there is, as only NVIDIA's Python package tells it without a
+    context. `lacks` names the dtypes that it cannot compute in, as far as torch says so. `busy` is how much
+    of the last second a GPU ran kernels, in percent, and None where nobody knows.
     """
 
     name: str
@@ -34,6 +36,8 @@ class Device:
     capability: str
     allocated: int
     reserved: int
+    uuid: str = ""
+    lacks: tuple[str, ...] = ()
     busy: float | None = None
 
 
@@ -153,11 +157,14 @@ def doing(sessions: Sequence[SessionRow], name: str | None = None) -> str:
 
 def _cards(node: NodeInfo) -> str:
     """Return "8 × NVIDIA H200 (9.0, 139.8 GiB)" of a node's GPUs, equal ones together."""
-    kinds = Counter((d.description, d.capability, d.total) for d in node.devices if d.capability)
-    return ", ".join(
-        f"{count} × {name} ({capability}, {size_text(total)})"
-        for (name, capability, total), count in kinds.items()
+    kinds = Counter(
+        (d.description, d.capability, d.total, d.lacks) for d in node.devices if d.capability or d.lacks
     )
+    texts = []
+    for (name, capability, total, lacks), count in kinds.items():
+        about = [*([capability] if capability else []), size_text(total), *(f"no {dtype}" for dtype in lacks)]
+        texts.append(f"{count} × {name} ({', '.join(about)})")
+    return ", ".join(texts)
 
 
 @without_our_frames
@@ -194,7 +201,13 @@ def node_info(session: Session, node: Node, fresh: bool = True) -> NodeInfo:
             session.requests.discard(status)
     busy = report.busy if report is not None else [None] * len(devices)
     rows = tuple(
-        Device(row.name, session.places.number_of(Place(node.index, row.name)), *row[1:], share)
+        Device(
+            row.name,
+            session.places.number_of(Place(node.index, row.name)),
+            *row[1:8],
+            lacks=tuple(row.lacks),
+            busy=share,
+        )
         for row, share in zip(devices, busy)
     )
     return NodeInfo(

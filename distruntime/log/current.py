@@ -50,8 +50,14 @@ DeviceLike = str | int | torch.device
 
 # A node's accelerator, of whatever kind it is.
 ACCELERATOR = "accelerator"
-# torch and the packages that extend it call accelerators so.
-_SPELLING = re.compile(rf"(cpu|cuda|xpu|mps|npu|hpu|mtia|{ACCELERATOR})(?::(\d+))?")
+_SPELLING = re.compile(r"(\w+)(?::(\d+))?")
+# torch and the packages that extend it call accelerators so. A node may add one: see `know`.
+_kinds = {"cpu", "cuda", "xpu", "mps", "npu", "hpu", "mtia", ACCELERATOR}
+
+
+def know(device: str) -> None:
+    """Take the kind of a device that a node has said it has: another package may call it anything."""
+    _kinds.add(device.partition(":")[0])
 
 
 def device_name(device: object) -> str:
@@ -63,7 +69,8 @@ def device_name(device: object) -> str:
     if isinstance(device, int) and not isinstance(device, bool):
         text = "cpu" if device == -1 else f"{ACCELERATOR}:{device}"
     found = _SPELLING.fullmatch(text)
-    if not found or isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
+    good = found is not None and found[1] in _kinds and not isinstance(device, bool)
+    if not found or not good or not isinstance(device, (str, int, torch.device)):
         raise PlacementError(
             f'a device of a node is "cpu", "cuda", "cuda:1" or a number (-1 is the CPU), got {device!r}'
         )
@@ -80,7 +87,7 @@ def is_of_kind(device: str, kind: str) -> bool:
 
 
 def meant_by(device: str, have: Sequence[str]) -> str:
-    """Return which of a node's devices a spelling means, or how that one would be called if there is none.
+    """Return which of a node's devices a spelling means, or how that one would be called where it is missing.
 
     "cuda" is the current device if that is a GPU of the node, else the first GPU that the node offers.
     "accelerator" is that of any kind.
@@ -90,7 +97,9 @@ def meant_by(device: str, have: Sequence[str]) -> str:
     accelerators = [name for name in have if name != "cpu"]
     kind, _, index = device.partition(":")
     if kind == ACCELERATOR:
-        kind = accelerators[0].partition(":")[0] if accelerators else "cuda"
+        if not accelerators:
+            return device
+        kind = accelerators[0].partition(":")[0]
     if index:
         return f"{kind}:{index}"
     of_kind = [name for name in accelerators if is_of_kind(name, kind)]

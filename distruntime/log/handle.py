@@ -164,6 +164,7 @@ class Residence:
         "device",
         "free",
         "lazy",
+        "memories",
         "node",
         "number",
         "numbers",
@@ -183,7 +184,9 @@ class Residence:
         self._tables: dict[torch.dtype, Tables] = {}
         self.follow_default_dtype()
         # A mesh keeps tensors here that hold a number for each member: see varying.py.
-        self.numbers: dict[tuple[int, ...], torch.Tensor] = {}
+        self.numbers: dict[tuple[bool, tuple[int, ...]], torch.Tensor] = {}
+        # The worker's own objects hold these memories, which it calls so.
+        self.memories: weakref.WeakValueDictionary[int, HeldStorage] = weakref.WeakValueDictionary()
         self._released = released
 
     @property
@@ -194,9 +197,17 @@ class Residence:
         return self.node
 
     @property
+    def kind(self) -> str:
+        """What torch calls such a device on its node: "cpu", "cuda", "xpu".
+
+        A mesh's members are of one kind.
+        """
+        return (self.node.members or (self.place,))[0].local_device.partition(":")[0]
+
+    @property
     def on_cpu(self) -> bool:
-        """Whether it is a node's CPU, or a mesh of them: a mesh's members are of one kind."""
-        return (self.node.members or (self.place,))[0].local_device == "cpu"
+        """Whether it is a node's CPU, or a mesh of them."""
+        return self.kind == "cpu"
 
     @property
     def has_cpu_kernels(self) -> bool:
@@ -271,6 +282,15 @@ class Storage:
         self.given: dict[Node, Storage] | None = None
         # These are bytes, once somebody has changed them: see remote_storage.py.
         self.resized: int | None = None
+
+
+class HeldStorage(Storage):
+    """A memory that objects of the user's Python hold on the worker, too.
+
+    A class of its own, so that other storages pay nothing for it.
+    """
+
+    __slots__ = ()
 
 
 class Handle:

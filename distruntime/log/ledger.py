@@ -10,6 +10,8 @@ from .log import Log
 
 _MOST_FAILURES = 1000
 _CANCELLED = "distruntime.errors.StreamCancelled"
+# What is named so fails on several workers together. The first one's failure says all.
+BESIDE = " beside rank 0"
 
 # A failed instruction has its segment and its position.
 Key = tuple[int, int]
@@ -48,7 +50,8 @@ class Ledger:
             self._causes.pop(next(iter(self._causes)))
         self._causes[key] = cause
         # Somebody has asked for a cancellation, so nobody needs to be told of it.
-        if len(self.unread) < _MOST_FAILURES and cause.failure.kind != _CANCELLED:
+        quiet = cause.failure.kind == _CANCELLED or cause.failure.op.endswith(BESIDE)
+        if len(self.unread) < _MOST_FAILURES and not quiet:
             self.unread[key] = cause
 
     def read(self, key: Key) -> Cause | None:

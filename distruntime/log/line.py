@@ -29,10 +29,12 @@ class Call:
     in a set, and 5 us for walking 20 frames. A frame that was kept instead would keep the user's tensors.
     """
 
-    __slots__ = ("at", "code", "outer")
+    __slots__ = ("at", "cell", "code", "outer")
 
     def __init__(self, code: CodeType, outer: Call | None, at: int) -> None:
         self.code, self.outer, self.at = code, outer, at
+        # A notebook's kernel calls the cell so that runs now.
+        self.cell: object = getattr(sys.stdout, "parent_header", None) if "ipykernel" in sys.modules else None
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
         """Trace nothing."""

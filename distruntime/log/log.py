@@ -200,6 +200,10 @@ class Log(ABC):
         self.checks = Checks(checks)
         self.attached = Attached()
         self.outlet = Outlet(compose, send)
+        # Its workers have this code of the user's, by digest; what was called last stands last. See `python`.
+        self.code: dict[bytes, object] = {}
+        # Its worker has these packages of the user's, each with its digest. See `python.shipping`.
+        self.packages: dict[str, str] = {}
         # This is the Order among its streams, once there are several. `words` is a StretchedLog then.
         self.order: Order | None = None
         # It is True if an acknowledgement only says that everything has been issued to a GPU.

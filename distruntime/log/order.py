@@ -262,12 +262,6 @@ class Order:
         self.last[stream] = put(self.node, stream, words)
         self.node.line_table.append((self.last[stream], line[1], line[2]))
 
-    def cut(self, stream: int) -> None:
-        """Let a GPU worker mark the place where a stream is now: an event stands there."""
-        if self.node.asynchronous:
-            words: StretchedLog = self.node.words  # type: ignore[assignment]
-            words.cut(stream)
-
     def fence(self) -> None:
         """Make stream 0 wait for everything issued so far."""
         for stream, position in list(self.last.items()):
@@ -301,6 +295,19 @@ class Order:
             self.note_use(handle, stream)
             use.readers[stream] = max(position, use.readers.get(stream, 0))
         return found
+
+    def made(self, handle: Value) -> list[int]:
+        """Return [stream, position, ...]: where a value is made and was written last.
+
+        Nothing where nobody knows, as without implicit waits the last writer may not come after those before.
+        """
+        if not self.implicit:
+            return []
+        after = {self._makers.get(handle.ref, 0): handle.born[0]}
+        storage = handle.storage
+        writer = 0 if storage.order is None else storage.order.writer
+        after[writer] = max(after.get(writer, 0), storage.written)
+        return [n for pair in after.items() for n in pair]
 
     # -- frees -----------------------------------------------------------------------------------------------
 

@@ -32,11 +32,6 @@ class StretchedLog(list[object]):
         self.size = len(self)
         self._free, self._stray = free, stray
 
-    def cut(self, stream: int) -> None:
-        """End the stretch of `stream`, if it is the current one: a worker's GPU marks the place."""
-        if self.stretches and self.stretches[-1][0] == stream:
-            self.stretches.append([stream, len(self)])
-
     def __iadd__(self, words: Sequence[object]) -> StretchedLog:  # type: ignore[misc, override]
         fresh, count = ([0, 0],), len(words)
         if not self.stretches or self.stretches[-1][0] != 0:

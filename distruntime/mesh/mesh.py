@@ -24,7 +24,9 @@ from ..log.handle import Place
 from ..log.issue import issue_default
 from ..log.line import user_line
 from ..log.mesh_log import MeshLog, mesh_log_of
+from ..operators.proxies import wrap
 from ..operators.signatures import template
+from ..operators.transfer import upload
 from ..session.session import Session, active_session, session_of_log
 from ..tensors.tensor import DistributedTensor
 from .layout import Layout
@@ -197,21 +199,23 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
 
     def _seed(self, seed: int, distinct: tuple[int, ...] | None = None) -> None:
         """Seed member k with `seed` + `distinct[k]`, by a few instructions however many they are."""
-        value: Any = torch.tensor(seed, device="cpu").to(self.device)
+        # A worker that read its seed from a device would wait for all that the device has yet to run.
+        kept = upload(torch.tensor(seed, device="cpu"), self._home, stay_on_cpu=True)
+        values = [wrap(DistributedTensor, kept)]
         if distinct is not None:
-            value = value + numbers(self._home, distinct)
+            values.append(numbers(self._home, distinct, stay_on_cpu=True))
         node = self._mesh_log
         with node.lock:
             number, words = template(
                 None,
                 DistributedTensor,
-                [self._home.lazy, value],
+                [self._home.lazy, *values],
                 {},
                 0,
                 node,
                 name="distruntime::seed_member",
             )
-            issue_default([number, *words], (), [value._handle], node, user_line())
+            issue_default([number, *words], (), [value._handle for value in values], node, user_line())
 
     @contextmanager
     def drawing(self, placements: Sequence[Any], generator: torch.Generator | None) -> Iterator[None]:

@@ -6,6 +6,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ def prepare() -> None:
 
 def replace(name: str, wrapper: Any) -> None:
     """Put a wrapper in the place of what it wraps, wherever a program has imported that by name."""
-    for module in list(sys.modules.values()):
+    # Libraries put other things than modules there, without a dictionary.
+    for module in [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]:
         if vars(module).get(name) is wrapper.__wrapped__:
             vars(module)[name] = wrapper
 

@@ -139,21 +139,25 @@ def varying(values: Sequence[int]) -> Any:
     return torch.SymInt(_Varying(dict(enumerate(values))))
 
 
-def numbers(home: Residence, values: tuple[int, ...]) -> DistributedTensor:
+def numbers(home: Residence, values: tuple[int, ...], stay_on_cpu: bool = False) -> DistributedTensor:
     """Return a tensor on a mesh, of one int64 that is `values[k]` on member k. Return at once.
 
-    The mesh keeps the tensor for the next call with these values, so nobody may write it.
+    The mesh keeps the tensor for the next call with these values, so nobody may write it. See `upload` for
+    `stay_on_cpu`.
     """
-    kept = home.numbers
-    found = kept.get(values)
+    kept, key = home.numbers, (stay_on_cpu, values)
+    found = kept.get(key)
     if not isinstance(found, DistributedTensor):
         if len(kept) >= _MOST_NUMBERS:
             kept.clear()
         mesh_log = home.node
         assert isinstance(mesh_log, MeshLog)
         places = [mesh_log.session.places.residence(place, numbered=False) for place in mesh_log.members]
-        handles = [upload(torch.tensor(n, device="cpu"), place) for n, place in zip(values, places)]
-        found = kept[values] = wrap(DistributedTensor, mesh_of(mesh_log, home, handles))
+        handles = [
+            upload(torch.tensor(n, device="cpu"), place, stay_on_cpu=stay_on_cpu)
+            for n, place in zip(values, places)
+        ]
+        found = kept[key] = wrap(DistributedTensor, mesh_of(mesh_log, home, handles))
     return found
 
 

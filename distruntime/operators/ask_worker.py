@@ -23,7 +23,18 @@ from ..session.session import session_of_log
 from ..session.stalls import before_wait, note_wait
 from ..wire.codec import unpack_constant
 from ..wire.messages import LEARN
-from .propagate import LENGTHS, LIARS, LIARS_OF_DTYPES, New, Outcome, Result, Same, aliases, tensors_of
+from .propagate import (
+    LENGTHS,
+    LIARS,
+    LIARS_OF_DTYPES,
+    LIARS_ON_GPUS,
+    New,
+    Outcome,
+    Result,
+    Same,
+    aliases,
+    tensors_of,
+)
 from .proxies import reshape_wrapper, wrap
 from .signatures import Call, entry_for, results_pattern, template
 
@@ -118,7 +129,7 @@ def _asked(call: Call) -> Any:
     if len(own) > 1:
         relate(own)
     # These are deterministic: only the meta kernel was wrong.
-    deterministic = schema.name in LIARS or schema.name in LIARS_OF_DTYPES
+    deterministic = any(schema.name in liars for liars in (LIARS, LIARS_OF_DTYPES, LIARS_ON_GPUS))
     if call.signature is not None and deterministic and not schema.is_mutable:
         outcome = Outcome(results, count == 1, written, ())
         with node.lock:
@@ -153,9 +164,7 @@ def _at_member(value: Any, cls: Any, home: Residence, k: int, place: Place, whol
         return member
     if isinstance(value, (list, tuple)):
         return [_at_member(item, cls, home, k, place, whole) for item in value]
-    return (
-        torch.device(place.local_device) if isinstance(value, torch.device) and value == home.lazy else value
-    )
+    return place if isinstance(value, torch.device) and value == home.lazy else value
 
 
 def _joined(

@@ -68,8 +68,8 @@ def names_member(value: object) -> bool:
 
 def view_of_member(whole: Any, k: int) -> Any:
     """Return a mesh's tensor's `k`-th shard as a view of it. Return at once."""
-    # Autograd makes views again by their strides, unless it is told that it cannot. A shard has the strides
-    # of the mesh's tensor.
+    # Autograd makes views again by their strides, unless it is told that it cannot. A shard and the mesh's
+    # tensor have equal strides.
     replayed = torch._C._is_view_replay_enabled()
     torch._C._set_view_replay_enabled(True)
     try:

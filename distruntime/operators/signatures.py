@@ -10,7 +10,7 @@ import msgpack
 import torch
 
 from ..errors import NotSupportedError
-from ..log.handle import REMOTE_TYPES, Handle, Residence, Storage, kin_of, next_ref, relate
+from ..log.handle import REMOTE_TYPES, Handle, Place, Residence, Storage, kin_of, next_ref, relate
 from ..log.issue import issue
 from ..log.line import Line
 from ..log.log import Log
@@ -54,6 +54,9 @@ def pattern(value: Any, cls: Any, words: list[object]) -> object:
             # A mesh's place says "member".
             return ["device", active_session().places.meant(value).place.local_device]
         return ["device", str(value)]
+    if isinstance(value, Place):
+        # This process's torch may not know such a kind of device.
+        return ["device", value.local_device]
     if isinstance(value, torch._C.Generator):
         raise NotSupportedError(
             "a generator of this process cannot drive draws on a worker: make one there, "

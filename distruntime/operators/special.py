@@ -59,7 +59,7 @@ def _pack_padded_sequence(
     sent = wrap(cls, upload(lengths, place, stay_on_cpu=True))
     packed, _ = ask(Call(cls, func, (data, sent, batch_first), {}, place, None, user_line()))
     steps, batch = (data.size(1), data.size(0)) if batch_first else (data.size(0), data.size(1))
-    twin = torch.empty((batch, steps) if batch_first else (steps, batch))
+    twin = torch.empty((batch, steps) if batch_first else (steps, batch), device="cpu")
     return packed, func(twin, lengths, batch_first)[1]
 
 

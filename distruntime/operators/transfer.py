@@ -52,7 +52,7 @@ def upload(
 
     With `non_blocking` return at once: then the memory must stay as it is until the copy has run.
     `stay_on_cpu` is for the few operators that read an operand on the CPU whatever the device (lengths of
-    sequences): the bytes go to the node, not to its GPU.
+    sequences, seeds): the bytes go to the node, not to its GPU.
     """
     node = place.node
     session = session_of_log(node)
@@ -61,7 +61,7 @@ def upload(
     if into is not None:
         require_writable([into.storage], user_line())
     if node.members:
-        return _replicate(tensor, place, into)
+        return _replicate(tensor, place, into, stay_on_cpu)
     if into is None:
         contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
         spec = spec_of(contiguous)
@@ -107,7 +107,9 @@ def upload(
     return handle
 
 
-def _replicate(tensor: torch.Tensor, home: Residence, into: Handle | None) -> Handle:
+def _replicate(
+    tensor: torch.Tensor, home: Residence, into: Handle | None, stay_on_cpu: bool = False
+) -> Handle:
     """Send a local tensor to every member of a mesh, as a new value or as the new value of `into`."""
     mesh_log = home.node
     assert isinstance(mesh_log, MeshLog)
@@ -115,10 +117,12 @@ def _replicate(tensor: torch.Tensor, home: Residence, into: Handle | None) -> Ha
     data = tensor_bytes(contiguous)
     if len(data) > INLINE_BYTES:
         places = [mesh_log.session.places.residence(place, numbered=False) for place in mesh_log.members]
-        return mesh_of(mesh_log, home, [upload(contiguous, place) for place in places], into)
+        shards = [upload(contiguous, place, stay_on_cpu=stay_on_cpu) for place in places]
+        return mesh_of(mesh_log, home, shards, into)
     spec = spec_of(contiguous)
     handle = new_value(spec, home) if into is None else into
-    head = [UPLOAD, handle.ref, "member", dtype_name(contiguous.dtype), list(contiguous.shape), bytes(data)]
+    where = "cpu" if stay_on_cpu else "member"
+    head = [UPLOAD, handle.ref, where, dtype_name(contiguous.dtype), list(contiguous.shape), bytes(data)]
     fresh, written = ([handle], []) if into is None else ([], [handle])
     issue(head, fresh, written, [h.storage for h in written], home, user_line())
     relieve(mesh_log)
@@ -145,8 +149,14 @@ def _on_host(handle: Handle) -> Handle:
     """Issue a copy of a GPU's value to the memory of its node: a read like any other, in the order of the
     current stream.
     """
-    copy = new_value(handle.spec, handle.place)
-    issue([HOST, handle.ref, copy.ref], [copy], [handle], (), handle.place, user_line())
+    copy, node = new_value(handle.spec, handle.place), handle.place.worker
+    with node.lock:
+        # A mesh's log has other positions.
+        if node.meshes:
+            made: list[int] = []
+        else:
+            made = [0, handle.ready_at] if node.order is None else node.order.made(handle)
+        issue([HOST, handle.ref, copy.ref, made], [copy], [handle], (), handle.place, user_line())
     return copy
 
 
@@ -190,7 +200,7 @@ def tensor_from(reply: Request[object], spec: Spec) -> torch.Tensor:
         raise InternalError(f"a worker sent {tuple(tensor.shape)} {dtype} for {spec}")
     wanted = torch.empty_like(spec.meta()).stride()
     if wanted != tensor.stride():
-        tensor = torch.empty_strided(spec.size, wanted, dtype=spec.dtype).copy_(tensor)
+        tensor = torch.empty_strided(spec.size, wanted, dtype=spec.dtype, device="cpu").copy_(tensor)
     return tensor
 
 

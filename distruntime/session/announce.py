@@ -253,6 +253,12 @@ class Announcer:
         if on is not None:
             on.finish(text)
 
+    def clear(self) -> None:
+        """Take away what is shown: something else is written in its place. It comes again."""
+        if self._shown:
+            with self._lock:
+                self._finish("")
+
     def show(self) -> None:
         """Show the longest transfer or wait if it is long enough to say so."""
         if not (self._waits or self._works or self._shown or self.uploads):

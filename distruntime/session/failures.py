@@ -50,6 +50,7 @@ _KNOWN: dict[str, type[BaseException]] = {
     if isinstance(cls, type) and issubclass(cls, Exception) and cls.__name__ not in _OF_MORE_THAN_A_TEXT
 }
 _KNOWN["torch.OutOfMemoryError"] = torch.OutOfMemoryError
+_KNOWN["torch.AcceleratorError"] = torch.AcceleratorError
 _KNOWN["torch._C._LinAlgError"] = _KNOWN["torch.linalg.LinAlgError"] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 _KNOWN["distruntime.errors.NotSupportedError"] = NotSupportedError
 for _own in (CheckpointError, InternalError, NodeFailed, StreamCancelled, UsageError, WaitTimeout):
@@ -93,10 +94,12 @@ def _holders(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]]) ->
     """
     failure = cause.failure
     everyone, _ = held([node], before=(cause.log or node, failure.position), poisoned=poisoned)
-    card = re.search(r"\bGPU (\d+)", failure.text)
+    # CUDA's allocator and XPU's say "GPU 0", those of other kinds "NPU 0" or "Device 0".
+    card = re.search(r"\b(?:[GN]PU|[Dd]evice) (\d+)", failure.text)
+    names = [] if node.welcome is None else [row[0] for row in node.welcome.devices if row[0] != "cpu"]
     # Simulated GPUs are main memory.
     simulated = node.welcome is not None and node.welcome.simulated
-    device = f"cuda:{card[1]}" if card else "cpu"
+    device = next((n for n in names if card and n.endswith(f":{card[1]}")), "") if card else "cpu"
     there = [h for h in everyone if h.place.local_device == device or (simulated and not card)]
     lines = [
         f"  held there: {size_text(h.nbytes)} by {h.line} ({h.tensors} tensor{'s' if h.tensors > 1 else ''})"
@@ -128,6 +131,8 @@ def remote_error(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]]
     lines += [f"  {line}" for line in callers_text(cause.call)]
     if cause.line:
         lines.append(f"  issued at {cause.line}")
+    if failure.kind == "torch.AcceleratorError" and " is lost: " in failure.text:
+        lines.append(f"  dr.restart({node.index}, force=True) starts this worker anew")
     if out_of_memory(failure):
         lines += _holders(node, cause, poisoned)
     error = _class(failure.kind)("\n".join(lines))

@@ -26,6 +26,7 @@ from ..log.current import (
     current_member,
     current_mesh,
     current_node,
+    know,
     meant_by,
 )
 from ..log.handle import BARE, UNNUMBERED, Place, Residence
@@ -64,6 +65,7 @@ class Places:
         """Give the devices of a node their numbers, as long as there are some, and bring them into use."""
         names = [row[0] for row in node.welcome.devices]
         for name in sorted(names, key=lambda name: name == "cpu"):
+            know(name)
             with self._numbering:
                 place = self._known.get((node.index, name)) or self._own_number(node.index, name)
             if place.number != UNNUMBERED:

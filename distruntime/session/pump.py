@@ -78,6 +78,9 @@ class Pump:
                     if waits and not node.busy and not node.gathering():
                         node.flush()
                 self._session.requests.announcer.show()
+                if self._session.requests.output:
+                    self._session.requests.output.tell()
+                    self._session.requests.output.show()
             except ChannelClosed:
                 return
             except Exception:

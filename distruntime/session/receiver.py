@@ -26,6 +26,7 @@ from ..wire.messages import (
     Join,
     Message,
     Part,
+    Printed,
     Refused,
     Reply,
     Warned,
@@ -168,6 +169,9 @@ class Receiver:
                 node.done(message)
             case Warned(kind=kind, text=text):
                 self._session.warnings.note(kind, text, node.line_of(message.seq, message.position))
+            case Printed():
+                line = node.line_of(message.seq, message.position)
+                self._session.requests.output.note(node, message, line)
             case Part():
                 self._session.requests.part(node, message.request, message.offset, payloads)
             case Reply():

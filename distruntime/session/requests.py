@@ -23,6 +23,7 @@ from ..log.replies import require
 from ..wire.codec import Buffer, failure_from
 from ..wire.shared import Loan
 from .announce import Announcer
+from .output import Output
 
 T_co = TypeVar("T_co", covariant=True)
 R = TypeVar("R")
@@ -102,6 +103,7 @@ class Requests:
         self._arrived = threading.Condition()
         self._followers = 0
         self.announcer = Announcer()
+        self.output = Output(self.announcer.clear)
         self.announcer.fetched = self._fetched
         # So many bytes of large values have come since there were none to come.
         self._came = 0
@@ -211,10 +213,12 @@ class Requests:
         node: Log | None = None,
         leave: str | None = None,
         room: bool = False,
+        prompts: bool = False,
     ) -> bool:
         """Block until `ready()`, while some thread reads the socket; return False past the deadline.
 
         `node` is whom a long wait names at a terminal. `leave` and `room` are as `announce.Wait` has them.
+        `prompts` says that the user may be asked for a line meanwhile: a function stands at a breakpoint.
         """
         slices = 0
         try:
@@ -224,6 +228,10 @@ class Requests:
                     self.announcer.start_waiting(node, leave, room)
                 if not self._wait_once(ready, read, deadline):
                     return False
+                if self.output:
+                    self.output.show()
+                    if prompts:
+                        self.output.answer()
             return True
         except KeyboardInterrupt as interrupt:
             # It says nothing to a user where in here Ctrl-C struck.

@@ -90,6 +90,7 @@ class Session:
         self.losses: Callable[[Node], str] = lost_lines
         self.requests = Requests()
         self.requests.announcer.ask = self.ask_status
+        self.requests.output.post = self.post
         self.warnings = WorkerWarnings()
         # It gives numbers to what streams wait for across nodes.
         self.signals = count(1).__next__
@@ -244,13 +245,17 @@ class Session:
         if inside:
             deadline = min(deadline or math.inf, time.monotonic() + _INSIDE)
         try:
-            done = self.requests.wait(lambda: request.done, self.receiver.read, deadline, request.node)
+            done = self.requests.wait(
+                lambda: request.done, self.receiver.read, deadline, request.node, prompts=not inside
+            )
             if inside and timeout is None and not done:
                 raise DistruntimeError(
                     "a finalizer or a signal handler that runs inside the log's own code waits no longer "
                     f"than {_INSIDE:.0f} s for a "
                     "value: let it note what it wants, and read later"
                 )
+            if not inside:
+                self.requests.output.show(patient=True)
             if not quietly:
                 self.show_warnings()
             return done
@@ -308,7 +313,12 @@ class Session:
         started = time.perf_counter()
         try:
             self.requests.wait(
-                lambda: not node.busy or node.failed is not None, self.receiver.read, None, node, room=True
+                lambda: not node.busy or node.failed is not None,
+                self.receiver.read,
+                None,
+                node,
+                room=True,
+                prompts=True,
             )
         finally:
             note_wait(why, started)
@@ -494,8 +504,10 @@ class Session:
         limit = SHUTDOWN.get() if timeout is None else checked(timeout)
         if self.closed is None and not self.foreign:
             try:
+                self.requests.output.end()
                 self.ending.shut_down(limit, raise_unread)
             finally:
+                self.requests.output.show(patient=True)
                 self.warnings.show()
 
     def detach(self, timeout: float | None = None) -> None:

@@ -32,7 +32,7 @@ from ..session.spelling import named, on_node, require_alone
 from ..session.stalls import note_wait
 from ..session.timeouts import checked, deadline_in, left_until
 from ..tensors.tensor import DistributedTensor
-from ..wire.messages import AWAIT, STAMP, AskPassed, Notify, OpenStream, Signal
+from ..wire.messages import AWAIT, MARK, STAMP, AskPassed, Notify, OpenStream, Signal
 from .cancel import drop
 
 # Each device has at most so many streams of one priority, as on CUDA. More Stream objects share them.
@@ -260,7 +260,8 @@ class Stream:
     def cancel(self) -> None:
         """Drop what this stream has been given and has not begun. Return at once.
 
-        Reading a dropped result raises `StreamCancelled`. What runs, ends; what is issued afterwards runs.
+        Reading a dropped result raises `StreamCancelled`. A function of yours that runs is interrupted, see
+        `dr.cancel`. An operator that runs, ends. What is issued afterwards runs.
         Waits that it stands in are dropped too.
         """
         drop(self.check(), [self.number])
@@ -303,12 +304,14 @@ class Event:
             if self.enable_timing:
                 stamp = new_value(NO_TENSOR, home)
                 with stream:
-                    issue([STAMP, stamp.ref], [stamp], (), (), home, line)
+                    issue([STAMP, stamp.ref, home.place.local_device], [stamp], (), (), home, line)
             if log.order is None:
-                position = log.base + len(log.words)
+                # A free may come behind the word meanwhile, so its own entry tells where it stands.
+                position = log.append([MARK], line)[0] if log.asynchronous else log.base + len(log.words)
             else:
+                if log.asynchronous:
+                    log.order.put(stream.number, [MARK], line)
                 position = log.order.last[stream.number]
-                log.order.cut(stream.number)
         self._recorded = _Recorded(stream, position, line, stamp)
 
     def wait(self, stream: Stream | None = None, timeout: float | None = None) -> None:

@@ -8,7 +8,8 @@ import logging
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import TypeVar, overload
+from functools import partial
+from typing import Protocol, TypeVar, overload
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -27,6 +28,28 @@ from .tensor import DistributedTensor
 
 log = logging.getLogger("distruntime")
 T = TypeVar("T")
+
+
+class Arriving(Protocol):
+    """A copy of something that is on its way here, and the request that is answered next."""
+
+    request: Request[object]
+
+    def rest(self) -> Request[object] | None:
+        """Return the request for what the first reply has told of; None where that was all."""
+
+    def value(self) -> object:
+        """Return the copy, once it is here."""
+
+
+class Fetchable:
+    """Something on a worker, besides tensors, of which `fetch` brings a copy."""
+
+    __slots__ = ()
+
+    def _copy(self) -> Arriving:
+        """Ask for a copy of it as it is after everything issued so far. Return at once."""
+        raise NotImplementedError
 
 
 class Fetched(concurrent.futures.Future[T]):
@@ -108,7 +131,7 @@ def fetch_async(tree: T) -> Fetched[T]: ...
 
 
 def fetch_async(tree: T) -> Fetched[T]:
-    """Start reading every remote tensor in `tree`; return a future of the tree with local ones.
+    """Start reading every remote tensor and object in `tree`; return a future of the tree with local ones.
 
     Return at once.
 
@@ -124,8 +147,11 @@ def fetch_async(tree: T) -> Fetched[T]:
     future: Fetched[T] = Fetched()
     # The keys are storage and metadata, so that tied tensors travel once and stay tied.
     replies: dict[tuple[int, Spec], Request[object]] = {}
+    copies: dict[int, Arriving] = {}
     wanted: list[_Wanted | None] = []
     for leaf in leaves:
+        if isinstance(leaf, Fetchable) and id(leaf) not in copies:
+            copies[id(leaf)] = leaf._copy()
         if not isinstance(leaf, DistributedTensor):
             wanted.append(None)
             continue
@@ -135,11 +161,11 @@ def fetch_async(tree: T) -> Fetched[T]:
             replies[key] = request(handle, "tensor")
         wanted.append(_Wanted(key, id(leaf), Kind.of(leaf)))
     rest = [leaf if want is None else None for want, leaf in zip(wanted, leaves)]
-    future._pending = list(replies.values())
-    left = [len(replies)]
+    future._pending = [*replies.values(), *(copy.request for copy in copies.values())]
+    left = [len(future._pending)]
 
     def finish() -> None:
-        bad = next((r for r in replies.values() if r.cause is not None or r.lost is not None), None)
+        bad = next((r for r in future._pending if r.cause is not None or r.lost is not None), None)
         if bad is not None:
             future.set_outcome(
                 None, remote_error(bad.node, bad.cause) if bad.cause is not None else bad.node.lost_error()
@@ -147,6 +173,7 @@ def fetch_async(tree: T) -> Fetched[T]:
             return
         try:
             data = {key: tensor_from(reply, key[1]) for key, reply in replies.items()}
+            objects = {key: copy.value() for key, copy in copies.items()}
         except DistruntimeError as error:
             # Whoever waits must hear of it.
             future.set_outcome(None, error.with_traceback(None))
@@ -157,7 +184,11 @@ def fetch_async(tree: T) -> Fetched[T]:
                 same[want.leaf] = want.kind.made_of(data[want.key].detach())
         future.set_outcome(
             tree_unflatten(
-                [leaf if want is None else same[want.leaf] for want, leaf in zip(wanted, rest)], shape
+                [
+                    objects.get(id(leaf), leaf) if want is None else same[want.leaf]
+                    for want, leaf in zip(wanted, rest)
+                ],
+                shape,
             ),
             None,
         )
@@ -167,10 +198,20 @@ def fetch_async(tree: T) -> Fetched[T]:
         if left[0] == 0:
             finish()
 
-    if not replies:
+    def told(copy: Arriving, _: Request[object]) -> None:
+        more = None if copy.request.cause is not None or copy.request.lost is not None else copy.rest()
+        if more is None:
+            arrived(copy.request)
+        else:
+            future._pending.append(more)
+            more.when_done(arrived)
+
+    if not left[0]:
         finish()
     for reply in list(replies.values()):
         reply.when_done(arrived)
+    for copy in copies.values():
+        copy.request.when_done(partial(told, copy))
     return future
 
 
@@ -218,10 +259,10 @@ def fetch(tree: T, timeout: float | None = None) -> T: ...
 
 @without_our_frames
 def fetch(tree: T, timeout: float | None = None) -> T:
-    """Return `tree` with every remote tensor as a local one. Block until all are here; they travel together.
+    """Return `tree` with every remote tensor, and every remote object, as a local one.
 
-    Tied tensors stay tied; parameters stay parameters. Raise what poisoned the first poisoned one, or
-    `WaitTimeout` after `timeout` seconds.
+    Block until all are here; they travel together. Tied tensors stay tied; parameters stay parameters. Raise
+    what poisoned the first poisoned one, or `WaitTimeout` after `timeout` seconds.
     """
     started, timeout = time.perf_counter(), checked(timeout)
     future = fetch_async(tree)

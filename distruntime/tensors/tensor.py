@@ -229,7 +229,7 @@ class DistributedTensor(torch.Tensor):
     def type(self, dtype: str | torch.dtype | None = None, non_blocking: bool = False) -> str | torch.Tensor:
         """Without arguments, return the name of the class that the RFC gives it; with a dtype, convert."""
         if dtype is None:
-            return torch.empty(0, dtype=self.dtype).type().replace("torch.", "torch.remote.")
+            return torch.empty(0, dtype=self.dtype, device="cpu").type().replace("torch.", "torch.remote.")
         return super().type(dtype, non_blocking)
 
     @without_our_frames

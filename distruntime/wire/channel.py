@@ -35,7 +35,7 @@ from .descriptors import require
 from .frames import FRAME, ROOM, Long, Part, is_large
 from .inbox import LARGE as LARGE
 from .inbox import Frames, Inbox
-from .keys import KeyPair
+from .keys import KeyPair, needs_key
 from .link import Delivery, Link
 from .shield import shield
 from .wake import Wake
@@ -133,6 +133,9 @@ class Channel:
         # It counts the bytes of messages without their peers' names.
         self.sent_bytes = 0
         self._keys = keys
+        # It is True once nobody has to prove who they are at some address of this channel: no pickle that
+        # comes through it is opened.
+        self.unproven = keys is None and listen is not None and needs_key(listen)
         self._lock = threading.Lock()
         # This is the number of the thread that uses the socket now.
         self._owner: int | None = None
@@ -185,6 +188,7 @@ class Channel:
         """
         with self._lock:
             self._check_open()
+            self.unproven = self.unproven or (self._keys is None and needs_key(address))
             try:
                 if self._keys is not None:
                     self._socket.curve_serverkey = self._keys.public

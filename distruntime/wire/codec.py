@@ -128,6 +128,10 @@ def daemons_from(rows: Sequence[object]) -> list[DaemonRecord] | None:
 
 # It stands where an operand word of the instruction goes.
 OPERAND: list[Plain] = ["operand"]
+# In the plain arguments of a call of the user's Python, msgpack's extension of this code is an operand.
+OPERAND_CODE = 1
+# The parts of a large pickle begin at multiples of so many bytes, as torch's own memory does.
+ALIGNED = 64
 # Stands in a template for the results of an instruction that returns nothing and only checks: its last word
 # lists the refs of its operands' kin, or is None.
 KIN: list[Plain] = ["kin"]
@@ -137,15 +141,15 @@ _DEEPEST = 64
 # An integer may have so many digits. Python itself refuses more than 4300.
 _LONGEST = 4000
 Constant: TypeAlias = (
-    "bool | int | float | complex | str | torch.dtype | torch.memory_format | torch.layout | torch.device"
-    " | list[Constant] | None"
+    "bool | int | float | complex | str | bytes | torch.dtype | torch.memory_format | torch.layout"
+    " | torch.device | list[Constant] | None"
 )
 
 
 def pack_constant(value: object) -> Plain:
     """Return the msgpack form of one plain value; raise `TypeError` for what has none."""
     kind = type(value)
-    if value is None or (isinstance(value, (bool, str, float)) and kind in (bool, str, float)):
+    if value is None or (isinstance(value, (bool, str, float, bytes)) and kind in (bool, str, float, bytes)):
         return value
     if isinstance(value, int) and kind is int:
         return value if -(1 << 63) <= value < 1 << 64 else ["int", str(value)]
@@ -162,7 +166,7 @@ def pack_constant(value: object) -> Plain:
 
 def unpack_constant(value: Plain, depth: int = 0) -> Constant:
     """Return the value that `pack_constant` packed; raise `ProtocolError` for anything else."""
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     match value:
         case ["list", *items] if depth < _DEEPEST:
@@ -248,7 +252,7 @@ def bytes_tensor(dtype: str, sizes: list[int], data: Buffer | mmap.mmap) -> torc
     if view.nbytes != count * kind.itemsize:
         raise ProtocolError(f"{view.nbytes} bytes for a tensor of {count * kind.itemsize}")
     if not count:
-        return torch.empty(sizes, dtype=kind)
+        return torch.empty(sizes, dtype=kind, device="cpu")
     if view.readonly:
         view = memoryview(bytearray(view))
     return torch.frombuffer(view, dtype=kind).view(sizes)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeAlias, TypeVar, get_args
 
 # This is the contract between master and worker. A change of any message or opcode changes this number.
-PROTOCOL = 10
+PROTOCOL = 13
 
 # msgpack brings these: the words of a log, the arguments of templates, and whatever a field does not say more
 # about.
@@ -40,12 +40,14 @@ WAIT = 4
 # The words are AWAIT, number, seconds or None, text. The stream goes on when `Signal` has come with that
 # number.
 AWAIT = 5
-# The words are STAMP, ref. The worker notes the time when this stream gets here, for `elapsed_time`.
+# The words are STAMP, ref, device. The worker notes the time when this stream gets here on that device, for
+# `elapsed_time`.
 STAMP = 6
 # The words are RELEASE, ref, count. They free a value that `count` streams use: the last of these frees it.
 RELEASE = 7
-# The words are HOST, ref, result. The worker copies a GPU's value into pinned memory. A fetch of the copy is
-# answered when it is done.
+# The words are HOST, ref, result, [stream, position, ...]. The worker copies a GPU's value into pinned
+# memory. A fetch of the copy is answered when it is done. The copy has to wait for these positions only.
+# Where there are none, it comes after all before it on this stream.
 HOST = 8
 # The words are TAKE, ref, k, result. They give the value of a mesh's k-th member here a name of its own. Both
 # names are for one memory.
@@ -61,6 +63,9 @@ ADOPT = 12
 # WATCH, then an instruction: run it, and report in `Warned` what its kernel warns of. CHECK and LEARN do so
 # too.
 WATCH = 13
+# The word is MARK. It stands where a program has recorded an event: a worker's GPU can tell when it gets
+# here.
+MARK = 14
 FIRST_TEMPLATE = 16
 # The words that stand before an instruction, and how many words of theirs come before it.
 BEFORE_INSTRUCTION = {CHECK: 3, LEARN: 2, WATCH: 1}
@@ -82,7 +87,9 @@ def mesh_and_stream(number: int) -> tuple[int, int]:
 class DeviceRow(NamedTuple):
     """A device as its worker describes it, memory in bytes.
 
-    The last four fields are "" and 0 where there is no GPU.
+    From `capability` to `uuid`, fields are "" and 0 where there is no GPU. `uuid` tells whether two workers
+    have the same device. A random state has `state` bytes, 0 where the worker does not know before it uses
+    the device. `lacks` names the dtypes that the device cannot compute in.
     """
 
     name: str
@@ -92,6 +99,9 @@ class DeviceRow(NamedTuple):
     capability: str
     allocated: int
     reserved: int
+    uuid: str
+    state: int
+    lacks: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +296,31 @@ class Warned:
     position: int
     kind: str
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """Worker to master: what a function of the user's writes while it runs. It comes before the segment's
+    `Done`.
+
+    `kind` is "stdout" or "stderr"; "log 30 name" for a record of the logger of that name and its level; or
+    "prompt" where a debugger waits for the line that `Typed` brings; or "prompt over" where it does not wait
+    any more.
+    """
+
+    seq: int
+    position: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """Master to worker: the line that the debugger in a function waits for; None where the user ends it."""
+
+    seq: int
+    position: int
+    text: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -657,10 +692,15 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Master to worker: drop what this stream has not begun, up to a position; its results are poisoned."""
+    """Master to worker: drop what this stream has not begun, up to a position; its results are poisoned.
+
+    If it runs a function of the user's, interrupt that. Where it is `alone`, only the one instruction that
+    ends at the position is dropped, or interrupted.
+    """
 
     stream: int
     position: int
+    alone: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -746,7 +786,8 @@ class Taint:
     bytes will be zeros.
 
     The sender takes part once every other worker of the group has answered `Tainted`, so nobody takes the
-    zeros for values.
+    zeros for values. Or it has taken part over a channel that returns early. Then its bytes are still on
+    their way, and are found to be no values.
     """
 
     group: int
@@ -756,7 +797,9 @@ class Taint:
 
 @dataclass(frozen=True, slots=True)
 class Tainted:
-    """Worker to worker: the answer to `Taint`."""
+    """Worker to worker: the answer to `Taint`. Whoever has got something from this worker since, which may
+    come from that operation, knows.
+    """
 
     group: int
     sequence: int
@@ -844,6 +887,8 @@ Message = (
     | MeshBody
     | Done
     | Warned
+    | Printed
+    | Typed
     | Fetch
     | AskDevices
     | AskMemory

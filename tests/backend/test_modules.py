@@ -11,11 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, prune
 
 import distruntime as dr
 from agree import REMOTE, agrees, is_remote, tensor
-from distruntime_worker.values.functions import record, replay_backward
+from distruntime.backend import fused
+from distruntime_worker.values.functions import Tape, record, record_attention, replay_backward
+
+ATTENTION = "aten::scaled_dot_product_attention.default"
 
 
 class _Tied(nn.Module):
@@ -353,12 +357,47 @@ def test_what_a_worker_records_takes_its_keywords_by_name() -> None:
     All of its arguments come in the schema's order, `scale` and `enable_gqa` too.
     """
     q = torch.randn(1, 2, 3, 4)
-    out, tape = record(
-        "aten::scaled_dot_product_attention.default", [True] * 3, q, q, q, None, 0.0, True, 0.5, False
-    )
+    out, tape = record(None, ATTENTION, [True] * 3, q, q, q, None, 0.0, True, 0.5, False)
     wanted = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True, scale=0.5)
     torch.testing.assert_close(out, wanted)
     assert [g.shape for g in replay_backward(tape, torch.ones_like(out))] == [q.shape] * 3
+
+
+def test_what_a_worker_records_has_the_strides_that_were_promised_or_its_own() -> None:
+    """A fused kernel's result lies as its query does. A contiguous copy of it is a kernel for nothing."""
+    q = torch.randn(1, 3, 2, 4).transpose(1, 2)
+    own, _ = record(None, ATTENTION, [True] * 3, q, q, q, None, 0.0, True, None, False)
+    asked, _ = record([[24, 12, 4, 1]], ATTENTION, [True] * 3, q, q, q, None, 0.0, True, None, False)
+    assert own.stride() == q.stride() and asked.stride() == (24, 12, 4, 1)
+    assert own.equal(asked)
+
+
+def test_a_worker_takes_the_kernels_of_attention_that_the_master_names() -> None:
+    q = torch.randn(1, 2, 3, 4)
+    wanted = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    for kernels, name in (([0], "UnsafeView"), ([1, 0], "ScaledDotProductFlashAttentionForCpu")):
+        args = [True] * 3, q, q, q, None, 0.0, True, None, False
+        out, tape = record_attention(kernels, None, ATTENTION, *args)
+        assert isinstance(tape, Tape) and tape.outputs[0].grad_fn.name() == f"{name}Backward0"
+        torch.testing.assert_close(out, wanted)
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_the_kernels_that_a_program_names(session: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a CPU the master chooses the kernel itself."""
+    home = torch.ones(1, device=REMOTE)._handle.place
+    op = torch.ops.aten.scaled_dot_product_attention.default
+    with sdpa_kernel(SDPBackend.MATH):
+        assert fused._chosen(op, home) is None
+    monkeypatch.setattr(type(home), "has_cpu_kernels", False)
+    assert fused._chosen(op, home) is None
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True):
+        assert fused._chosen(op, home)[:2] == (3, 0)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    try:
+        assert 2 not in fused._chosen(op, home)
+    finally:
+        torch.backends.cuda.enable_mem_efficient_sdp(True)
 
 
 def test_recurrent_layers_within_others_move(session: object) -> None:

@@ -35,6 +35,8 @@ def _taken() -> Iterator[None]:
     # What every session changes is there before and after.
     install()
     random = torch.cuda.random.get_rng_state
+    # A torch that was built for CUDA has it, without a GPU too.
+    raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     before.update({name: getattr(torch.cuda, name) for name in dir(torch.cuda)})
     factories = {name: getattr(torch, name) for name in ("zeros", "load", "autocast", "is_autocast_enabled")}
     methods = torch.Tensor.to, torch.Tensor.__dict__.get("new_zeros"), nn.Module.to, torch.autocast.__init__
@@ -54,7 +56,8 @@ def _taken() -> Iterator[None]:
         torch.autocast.__init__,
     )
     assert not torch.cuda.is_available() and torch.cuda.random.get_rng_state is random
-    assert not hasattr(torch._C, "_cuda_getCurrentRawStream") and not hasattr(dr.Stream, "cuda_stream")
+    assert getattr(torch._C, "_cuda_getCurrentRawStream", None) is raw_stream
+    assert not hasattr(dr.Stream, "cuda_stream")
     assert torch.Tensor.pin_memory is pinning
 
 
@@ -199,7 +202,7 @@ def test_what_would_be_a_lie_raises_and_what_pretends_is_listed() -> None:
 
 # torch's own, and they ask nothing of a device: errors, modules, flags, and storages, which cannot be made.
 OWN = re.compile(
-    r".*Storage|CudaError|DeferredCudaCallError|StreamContext|cudaStatus|has_half|has_magma|amp|graphs|jiterator|"
+    r".*Storage|CudaError|DeferredCudaCallError|StreamContext|cudaStatus|has_half|has_magma|amp|graphs|graph_annotations|jiterator|"
     r"memory|nccl|nvtx|profiler|random|sparse|streams|tunable"
 )
 

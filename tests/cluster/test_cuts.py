@@ -33,6 +33,7 @@ from processes import (
     ListeningWorker,
     StruckWhileWaiting,
     free_port,
+    opened,
     resident,
     steady,
     stopped,
@@ -556,7 +557,7 @@ def test_a_place_that_comes_free_while_a_session_begins_is_given_to_who_waits(
 
 def test_ended_sessions_leave_nothing_at_a_worker(daemon: ListeningWorker, fresh_session: Start) -> None:
     pid, most = daemon.process.pid, 0
-    descriptors = lambda: len(os.listdir(f"/proc/{pid}/fd"))  # noqa: E731
+    descriptors = lambda: len(opened(pid))  # noqa: E731
     for k in range(6):
         fresh_session(workers=[daemon.address], key=daemon.log.parent / "key")
         x = torch.ones(25_000_000, device="remote")
@@ -566,14 +567,7 @@ def test_ended_sessions_leave_nothing_at_a_worker(daemon: ListeningWorker, fresh
         x.sum().item()
         dr.shutdown()
         if k == 1:
-            until(
-                lambda: (
-                    "memfd"
-                    not in " ".join(
-                        os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")
-                    )
-                )
-            )
+            until(lambda: not any("memfd" in name for name in opened(pid)))
             before, most = descriptors(), resident(pid)
     until(lambda: descriptors() <= before)
     until(lambda: resident(pid) < most + (40 << 20))

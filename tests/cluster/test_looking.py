@@ -274,7 +274,7 @@ def test_an_operator_runs_since_the_last_look_that_has_found_another() -> None:
 
 def test_a_gpu_that_fails_does_not_end_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(Devices):
-        def info(self) -> list[DeviceRow]:
+        def _row_of(self, name: str, device: torch.device) -> DeviceRow:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
 
     def untold(device: object) -> int:

@@ -5,28 +5,25 @@ And who listens where.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from processes import ListeningWorker
+from processes import ListeningWorker, opened
 
 
 def listening(pid: int) -> set[tuple[str, int]]:
     """Return the addresses where a process accepts TCP connections."""
     sockets, found = set(), set()
-    for file in Path(f"/proc/{pid}/fd").iterdir():
-        # The file may have been closed meanwhile.
-        with suppress(FileNotFoundError):
-            sockets |= set(re.findall(r"^socket:\[(\d+)\]$", os.readlink(file)))
+    for name in opened(pid):
+        sockets |= set(re.findall(r"^socket:\[(\d+)\]$", name))
     for family in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{family}").read_text().splitlines()[1:]:
             fields = line.split()

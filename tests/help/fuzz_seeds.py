@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import types
 import typing
 from collections.abc import Callable
@@ -48,6 +49,7 @@ from distruntime.wire.messages import (
     Peers,
     Refused,
     RemoveFiles,
+    Typed,
     Welcome,
 )
 from network import Network
@@ -399,6 +401,21 @@ def _failures() -> None:
                 read()
 
 
+def _functions() -> None:
+    """Functions of Python's own only: a seed is changed at random, and what it names may be called."""
+    x = torch.ones(2, device="remote")
+    dr.fetch(dr.remote(print)("x"))
+    dr.remote(torch.add)(x, x).cpu()
+    slow = dr.remote(time.sleep, returns=object, timeout=5.0)(0.05)
+    dr.cancel(slow)
+    for wrong in (slow, dr.remote(len, returns=object)(3)):
+        with suppress(dr.DistruntimeError):
+            dr.fetch(wrong)
+    # No debugger waits for it.
+    active_session().post(active_session().nodes[0], Typed(1, 0, "c"))
+    dr.synchronize()
+
+
 def _streams() -> None:
     first, second = dr.Stream(0, "cpu"), dr.Stream(0, "cpu")
     with dr.stream(first):
@@ -570,7 +587,8 @@ def _leaving() -> None:
 # Each session says what to do, with how many workers, and with how many simulated GPUs on each.
 _SESSIONS: list[tuple[Callable[[], None], int, int]] = [
     (_plain_operations, 1, 0), (_uploads, 1, 0), (_reads, 1, 0), (_learns_and_checks, 1, 0),
-    (_failures, 1, 0), (_streams, 1, 1), (_between_workers, 2, 0), (_groups, 2, 0), (_a_broken_group, 2, 0),
+    (_failures, 1, 0), (_functions, 1, 0), (_streams, 1, 1), (_between_workers, 2, 0), (_groups, 2, 0),
+    (_a_broken_group, 2, 0),
     (lambda: _mesh("cpu", (2, 1)), 2, 0),
     (_publications, 2, 0), (_checkpoints, 2, 0), (_questions, 1, 0),
     (lambda: _mesh("cuda", (2, 2)), 2, 2), (lambda: _mesh("cuda", (1, 2)), 1, 2), (_leaving, 1, 0),

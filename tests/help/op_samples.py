@@ -40,12 +40,13 @@ UNINITIALISED = {
 _VARIANT_SAMPLES = 3
 
 
-def entries(dtype: torch.dtype) -> list[OpInfo]:
-    return [op for op in op_db if dtype in op.dtypes]
+def entries(dtype: torch.dtype, local: str = "cpu") -> list[OpInfo]:
+    """Return the entries that know a dtype on a kind of device."""
+    return [op for op in op_db if dtype in op.supported_dtypes(local)]
 
 
-def differentiable(op: OpInfo, dtype: torch.dtype) -> bool:
-    return bool(op.supports_autograd) and dtype in op.supported_backward_dtypes("cpu")
+def differentiable(op: OpInfo, dtype: torch.dtype, local: str = "cpu") -> bool:
+    return bool(op.supports_autograd) and dtype in op.supported_backward_dtypes(local)
 
 
 def samples(op: OpInfo, dtype: torch.dtype, grad: bool = False) -> list[SampleInput]:
@@ -65,41 +66,49 @@ def samples(op: OpInfo, dtype: torch.dtype, grad: bool = False) -> list[SampleIn
         found.append(sample)
 
 
-def run_entry(op: OpInfo, dtype: torch.dtype, limit: int) -> int:
-    """Compare one entry on up to `limit` of its sample inputs, its variants on a few.
+def run_entry(
+    op: OpInfo, dtype: torch.dtype, limit: int, *, local: str = "cpu", forms: int = _VARIANT_SAMPLES
+) -> int:
+    """Compare one entry on up to `limit` of its sample inputs, its variants on `forms` of them.
 
-    Raises `Disagreement` at the first difference.
+    `local` is the device of this process that a worker must agree with. Raises `Disagreement` at the first
+    difference.
     """
-    return int(quietly(lambda: _run_entry(op, dtype, limit)))
+    return int(quietly(lambda: _run_entry(op, dtype, limit, local, forms)))
 
 
-def _run_entry(op: OpInfo, dtype: torch.dtype, limit: int) -> int:
+def _run_entry(op: OpInfo, dtype: torch.dtype, limit: int, local: str, forms: int) -> int:
     seed(0)
-    grad = differentiable(op, dtype)
+    grad = differentiable(op, dtype, local)
     had_result = 0
     for number, sample in enumerate(some(samples(op, dtype, grad), limit)):
-        had_result += _compare(op, "function", op.op, sample, grad)
-        if number >= _VARIANT_SAMPLES:
+        had_result += _compare(op, "function", op.op, sample, grad, local)
+        if number >= forms:
             continue
         if op.method_variant is not None:
-            _compare(op, "method", op.method_variant, sample, grad)
+            _compare(op, "method", op.method_variant, sample, grad, local)
         if op.inplace_variant is not None and not sample.broadcasts_input:
-            _compare(
-                op, "in-place", _on_a_clone(op.inplace_variant), sample, grad and op.supports_inplace_autograd
-            )
+            with_gradient = grad and op.supports_inplace_autograd
+            _compare(op, "in-place", _on_a_clone(op.inplace_variant), sample, with_gradient, local)
         if op.supports_out:
             plain = sample.transform(lambda t: t.detach() if isinstance(t, torch.Tensor) else t)
-            _compare(op, "out=", _into(op.op, resize=False), plain, False)
-            _compare(op, "resized out=", _into(op.op, resize=True), plain, False)
-        _compare(op, "memory", _memory(op.op), sample, False)
+            _compare(op, "out=", _into(op.op, resize=False), plain, False, local)
+            _compare(op, "resized out=", _into(op.op, resize=True), plain, False, local)
+        _compare(op, "memory", _memory(op.op), sample, False, local)
     return had_result
 
 
-def _compare(op: OpInfo, form: str, function: Callable[..., Any], sample: SampleInput, grad: bool) -> bool:
+def _compare(
+    op: OpInfo, form: str, function: Callable[..., Any], sample: SampleInput, grad: bool, local: str
+) -> bool:
     def run(device: str) -> Any:
         copy = Copier(device)
         inputs, args, kwargs = copy((sample.input, sample.args, sample.kwargs))
-        _seed_where_it_runs(device)
+        if local == "cpu":
+            _seed_where_it_runs(device)
+        else:
+            # The other device of this process is seeded too, and the devices of the workers.
+            torch.manual_seed(2)
         result = function(inputs, *args, **kwargs)
         if not grad:
             return result, []
@@ -109,7 +118,7 @@ def _compare(op: OpInfo, form: str, function: Callable[..., Any], sample: Sample
         return result, gradients(processed, leaves, device)
 
     try:
-        return check(lambda: run("cpu"), lambda: run(REMOTE), values=op.name not in UNINITIALISED)
+        return check(lambda: run(local), lambda: run(REMOTE), values=op.name not in UNINITIALISED)
     except Disagreement as difference:
         given = f"args={_brief(sample.args)} kwargs={_brief(sample.kwargs)}"
         where = f"{form} of input={_brief(sample.input)} {given}"

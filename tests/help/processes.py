@@ -154,6 +154,16 @@ def stop(pid: int) -> None:
     until(lambda: _stands(pid))
 
 
+def opened(pid: int) -> list[str]:
+    """Return what a process's descriptors lead to, as Linux names it: "socket:[71]", "/memfd:x (deleted)"."""
+    found = []
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        # The process may close one between the list and the look.
+        with suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+    return found
+
+
 def _stands(pid: int) -> bool:
     tasks = Path(f"/proc/{pid}/task")
     # On macOS a process stops as a whole.

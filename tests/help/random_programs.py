@@ -36,6 +36,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE
+from early_channel import Late
 
 Method = TypeVar("Method", bound=Callable[..., None])
 Act = Callable[[Any], Any]
@@ -121,6 +122,15 @@ class Whole:
 
 
 @dataclass(eq=False)
+class Kept:
+    """An object on a worker, and its local twin."""
+
+    place: dr.Place
+    remote: Any
+    local: Total
+
+
+@dataclass(eq=False)
 class Wanted:
     """Something that has been asked for and will be read: what it must be."""
 
@@ -135,13 +145,19 @@ class World:
     session has only one of.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, real: bool = False) -> None:
+        """`real` says that what is no CPU is a device of its own, with its own draws and its own failures."""
         table = dr.nodes()
         self.folder = folder
         self.nodes = len(table)
         self.places = [dr.place(node.index, device.name) for node in table for device in node.devices]
+        # These draw what this process draws, and an index out of range costs no more than its result there.
+        self.forgiving = [p for p in self.places if p.local_device == "cpu" or not real]
+        self.real = real
         cpus, gpus = ([p for p in self.places if (p.local_device == "cpu") is want] for want in (True, False))
-        self.groups = [dr.new_group(cpus), dr.new_group(cpus[::-1])]
+        # Some of its operations are always under way, as on a GPU.
+        dr.register_data_channel("Late", Late)
+        self.groups = [dr.new_group(cpus), dr.new_group(cpus[::-1]), dr.new_group(cpus, backend="Late")]
         self.meshes: list[Any] = [dr.init_device_mesh("cpu", (self.nodes,))]
         # Each mesh has the meshes that are parts of it, and their members' ranks in it.
         self.parts: dict[int, dict[int, range]] = {}
@@ -149,7 +165,7 @@ class World:
             self.groups.append(dr.new_group(gpus[:4]))
             self.groups.append(dr.new_group(self.places[:6] if len(self.places) > 4 else self.places))
             each = len(gpus) // self.nodes
-            grid = dr.init_device_mesh("cuda", (self.nodes, each), mesh_dim_names=("dp", "tp"))
+            grid = dr.init_device_mesh("accelerator", (self.nodes, each), mesh_dim_names=("dp", "tp"))
             self.meshes += [grid, *(grid.select(dp=k) for k in range(self.nodes))]
             self.parts[1] = {2 + k: range(k * each, (k + 1) * each) for k in range(self.nodes)}
         choose = random.Random(0)
@@ -162,6 +178,10 @@ class World:
         ]
         # Whoever has it may seed the workers' generators, draw, or set what is torch's own.
         self.seed = threading.Lock()
+
+    def streams(self, mesh: Any) -> bool:
+        """Whether a mesh can have a stream: no stream is of several real devices of one node."""
+        return not self.real or len({place.node for place in mesh.places}) == len(mesh.places)
 
 
 @dataclass
@@ -216,6 +236,7 @@ class Base:
         self.values: list[Value] = []
         self.wholes: list[Whole] = []
         self.wanted: list[Wanted] = []
+        self.objects: list[Kept] = []
         self.works: list[Any] = []
         self.events: list[dr.Event] = []
         self.mail: list[tuple[int, dr.Place, Value]] = []
@@ -229,7 +250,7 @@ class Base:
         streams = self.random.choice((0, 1, 2, 2))
         self.streams = {place: [dr.Stream(place) for _ in range(streams)] for place in world.places}
         self.mesh_streams = [
-            [dr.Stream(mesh.device)] if streams and self.random.random() < 0.5 else []
+            [dr.Stream(mesh.device)] if streams and self.random.random() < 0.5 and world.streams(mesh) else []
             for mesh in world.meshes
         ]
 
@@ -311,19 +332,26 @@ class Base:
         return found
 
     def any(
-        self, place: dr.Place | None = None, dtype: torch.dtype | None = None, healthy: bool = False
+        self,
+        place: dr.Place | None = None,
+        dtype: torch.dtype | None = None,
+        healthy: bool = False,
+        places: Sequence[dr.Place] = (),
     ) -> Value:
-        """Pick a value, of that kind; make one where there is none."""
+        """Pick a value, of that kind, at one of `places` if there are some; make one where there is none."""
 
         def good(value: Value) -> bool:
             return (
                 (place is None or value.place == place)
+                and (not places or value.place in places)
                 and (dtype is None or value.local.dtype == dtype)
                 and not (healthy and value.memory.poisoned)
             )
 
         found = [value for value in self.values if good(value)]
-        return self.random.choice(found) if found else self.new(place or self.place(), dtype=dtype)
+        if found:
+            return self.random.choice(found)
+        return self.new(place or self.random.choice(places or self.world.places), dtype=dtype)
 
     def like(self, value: Value, place: dr.Place, apart: Collection[Memory] = ()) -> Value:
         """Pick a value of another's shape and dtype, at a place, that shares no memory with some; make one
@@ -448,7 +476,7 @@ class Elementwise(Base):
     @operation(1)
     def draw(self) -> None:
         """A generator of one's own draws what a local one draws, whatever other programs draw there."""
-        place = self.place()
+        place = self.random.choice(self.world.forgiving)
         if place not in self.generators or self.chance(0.1):
             seed = self.random.randrange(1 << 40)
             self.generators[place] = torch.Generator(device=place), torch.Generator()
@@ -1173,7 +1201,7 @@ class Failing(Base):
     @operation(0.5)
     def index_out_of_range(self) -> None:
         """Poisons what it would have made, and what is computed of that."""
-        a = self.any()
+        a = self.any(places=self.world.forgiving)
         with self.where(a.place):
             index = torch.tensor([a.local.shape[0] + 3], device=REMOTE)
             remote = a.remote.index_select(0, index)
@@ -1183,7 +1211,7 @@ class Failing(Base):
     @operation(0.3)
     def write_out_of_range(self) -> None:
         """Poisons what it would have written, with all of its memory."""
-        a = self.any()
+        a = self.any(places=self.world.forgiving)
         if a.local.dim() == 1:
             with self.where(a.place):
                 index = torch.tensor([a.local.shape[0] + 3], device=REMOTE)
@@ -1253,7 +1281,7 @@ class Drawing(Base):
         with self.world.seed:
             torch.manual_seed(seed)
             for _ in range(self.random.randrange(1, 4)):
-                place, kind = self.place(), self.random.choice(kinds)
+                place, kind = self.random.choice(self.world.forgiving), self.random.choice(kinds)
                 with self.where(place):
                     remote = kind(device=self.device(place))
                 made.append((place, remote, kind(generator=generators[place.node])))
@@ -1400,6 +1428,207 @@ class Deriving(Base):
                 self.keep(place, weights[k].grad, twins[k].grad)  # type: ignore[arg-type]
 
 
+def _scaled(x: torch.Tensor, y: torch.Tensor, k: int = 3) -> torch.Tensor:
+    return x * k + y
+
+
+def _both(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return x - y, {"sum": x + y}
+
+
+def _add_into(x: torch.Tensor, y: torch.Tensor) -> None:
+    x.add_(y)
+
+
+def _tail(x: torch.Tensor) -> torch.Tensor:
+    return x[1:]
+
+
+def _fails(x: torch.Tensor) -> torch.Tensor:
+    raise IndexError("this function always fails")
+
+
+def _items(x: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
+    for k in range(count):
+        yield x + k
+
+
+class Total:
+    """An object with a state: what has been added to it."""
+
+    def __init__(self, start: torch.Tensor) -> None:
+        self.total, self.count = start.clone(), 0
+
+    def add(self, x: torch.Tensor) -> torch.Tensor:
+        self.total = self.total + x
+        self.count += 1
+        return self.total * 2
+
+    def double(self) -> None:
+        self.total.mul_(2)
+
+
+# The functions are made once, so that what is known of their results meets other programs' operands.
+_remote = {fn: dr.remote(fn) for fn in (_scaled, _both, _tail, _items)}
+_total = dr.remote(Total)
+
+
+class Calling(Base):
+    """Functions and objects of the user's own."""
+
+    def with_object(self, place: dr.Place) -> AbstractContextManager[object]:
+        """Return a context for a call of an object.
+
+        On a GPU an object that is called on several streams has to tell torch's allocator so itself.
+        """
+        return dr.on(place) if self.world.real else self.where(place)
+
+    @operation(2)
+    def call_a_function(self) -> None:
+        returns = self.random.choice((None, "like", "fake", "ask"))
+        a = self.any(healthy=returns in (None, "ask"))
+        b = self.like(a, a.place)
+        if b.memory.poisoned and returns in (None, "ask"):
+            return
+        k = self.random.randrange(1, 9)
+        function = _remote[_scaled]
+        if returns is not None:
+            function = function.options(returns=torch.empty_like(a.local) if returns == "like" else returns)
+        self.say(a, b, k, "returns", returns)
+        with self.where(a.place):
+            remote: Any = function(a.remote, b.remote, k=k)
+        local = _scaled(a.local, b.local, k)
+        self.keep(a.place, remote, local, a, b)
+
+    @operation(1)
+    def call_for_two(self) -> None:
+        a = self.any(healthy=True)
+        b = self.like(a, a.place)
+        if b.memory.poisoned:
+            return
+        self.say(a, b)
+        with self.where(a.place):
+            remote: Any = _remote[_both](a.remote, b.remote)
+        one, two = _both(a.local, b.local)
+        self.keep(a.place, remote[0], one)
+        self.keep(a.place, remote[1]["sum"], two["sum"])
+
+    @operation(1.5)
+    def call_that_writes(self) -> None:
+        a = self.any()
+        b = self.like(a, a.place, apart=[a.memory])
+        told = self.chance(0.5)
+        self.say(b, "into", a, "told" if told else "")
+        writes = dr.remote(_add_into, writes=0 if told else None, returns=object)
+        with self.where(a.place):
+            writes(a.remote, b.remote)
+        if not a.memory.poisoned and not b.memory.poisoned:
+            _add_into(a.local, b.local)
+        elif told:
+            a.memory.poisoned = True
+
+    @operation(1)
+    def call_for_a_view(self) -> None:
+        a = self.any(healthy=True)
+        if a.local.shape[0] > 1:
+            self.say("of", a)
+            with self.where(a.place):
+                remote: Any = _remote[_tail](a.remote)
+            self.keep(a.place, remote, _tail(a.local), view_of=a)
+
+    @operation(0.4)
+    def call_that_fails(self) -> None:
+        a = self.any()
+        self.say(a)
+        with self.where(a.place):
+            remote: Any = dr.remote(_fails, returns=a.local)(a.remote)
+        self.keep(a.place, remote, a.local.clone(), a).memory.poisoned = True
+
+    @operation(0.5)
+    def iterate(self) -> None:
+        a, count = self.any(healthy=True), self.random.randrange(4)
+        self.say(a, count)
+        with self.with_object(a.place):
+            items: Any = _remote[_items](a.remote, count)
+            for k, (remote, local) in enumerate(zip(items, _items(a.local.clone(), count), strict=True)):
+                del k
+                self.keep(a.place, remote, local)
+
+    @operation(0.7)
+    def object_new(self) -> None:
+        a = self.any(healthy=True)
+        self.say(a)
+        with self.with_object(a.place):
+            self.objects.append(Kept(a.place, _total(a.remote), Total(a.local)))
+
+    @operation(1.5)
+    def object_add(self) -> None:
+        if not self.objects:
+            return
+        kept = self.random.choice(self.objects)
+        shaped = Value("total", kept.place, None, kept.local.total, Memory())
+        a = self.like(shaped, kept.place)
+        if a.memory.poisoned:
+            return
+        self.say(a)
+        with self.with_object(kept.place):
+            remote: Any = kept.remote.add(a.remote)
+        self.keep(kept.place, remote, kept.local.add(a.local))
+
+    @operation(1)
+    def object_take(self) -> None:
+        """A tensor that an object holds is the object's: a write through the one is seen by the other."""
+        if not self.objects:
+            return
+        kept, k = self.random.choice(self.objects), self.random.randrange(1, 9)
+        self.say(k)
+        with self.with_object(kept.place):
+            total: Any = kept.remote.total
+            total.add_(k)
+            kept.remote.double()
+            remote = total.clone()
+        kept.local.total.add_(k)
+        kept.local.double()
+        self.keep(kept.place, remote, kept.local.total.clone())
+
+    @operation(0.5)
+    def object_count(self) -> None:
+        if self.objects:
+            kept = self.random.choice(self.objects)
+            with self.with_object(kept.place):
+                count: Any = kept.remote.count
+            if dr.fetch(count, timeout=PATIENCE) != kept.local.count:
+                self.differs(f"an object has counted {count}, expected {kept.local.count}")
+
+    @operation(0.5)
+    def gradient_of_a_call(self) -> None:
+        a = self.any(dtype=torch.float32, healthy=True)
+        b = self.like(a, a.place)
+        if b.memory.poisoned:
+            return
+        self.say(a, b)
+        with self.where(a.place):
+            x, y = (v.remote.detach().clone().requires_grad_() for v in (a, b))
+            made: Any = _remote[_scaled](x * y, y)
+            made.backward(x.detach())
+        p, q = (v.local.detach().clone().requires_grad_() for v in (a, b))
+        _scaled(p * q, q).backward(p.detach())
+        assert p.grad is not None and q.grad is not None
+        self.keep(a.place, x.grad, p.grad)
+        self.keep(a.place, y.grad, q.grad)
+
+    @operation(0.3)
+    def call_on_a_mesh(self) -> None:
+        w = self.random.choice(self.wholes) if self.wholes else None
+        if w is None or any(memory.poisoned for memory in w.memories):
+            return
+        self.say(w)
+        with self.where_mesh(w.mesh):
+            remote: Any = _remote[_scaled](w.remote, w.remote)
+        locals_ = [_scaled(local, local) for local in w.locals]
+        self.keep_whole(w.mesh, remote, locals_, [Memory() for _ in locals_])
+
+
 class Living(Base):
     """What ends values' lives, looks at the session, and keeps values in files."""
 
@@ -1413,6 +1642,7 @@ class Living(Base):
         self.values.clear()
         self.wholes.clear()
         self.events.clear()
+        self.objects.clear()
 
     @operation(0.1)
     def collect(self) -> None:
@@ -1463,6 +1693,7 @@ class Program(
     Defaulting,
     Determined,
     Deriving,
+    Calling,
     Living,
 ):
     """One random program. `only` runs these of its operations and leaves out the others; after `run`, see

@@ -197,9 +197,9 @@ def test_metadata_and_devices_that_are_none() -> None:
         for value in values:  # type: ignore[attr-defined]
             assert not is_spec([*good[:k], value, *good[k + 1 :]])
     assert not is_spec(good[:4]) and not is_spec(None)
-    row: list[Any] = ["cpu", "a cpu", 1, 1, "", 0, 0]
+    row: list[Any] = ["cpu", "a cpu", 1, 1, "", 0, 0, "", 0, []]
     assert devices_from([row]) == [tuple(row)]
-    for rows in ([], [row, row], [row[:6]], [[*row, 1]], [[None, *row[1:]]], 3, [3]):
+    for rows in ([], [row, row], [row[:7]], [[*row, 1]], [[None, *row[1:]]], 3, [3]):
         assert devices_from(rows) is None
 
 
@@ -275,7 +275,7 @@ def speaker(worker: FuzzedWorker) -> Iterator[Speaker]:
     [
         [UPLOAD],
         [UPLOAD, 1, "cpu"],
-        [STAMP, 1, HOST, 1, 2],
+        [STAMP, 1, "cpu", HOST, 1, 2, []],
         [UPLOAD, 1, "cpu", "float32", [1], [1, 2, 3]],
         [GIVE, [[]], 1],
     ],
@@ -367,13 +367,25 @@ GOOD: dict[str, Any] = {
     "AskStatus": [1, None, 0.5],
     "AskTurns": [["a", 1, 0.5]],
     "AskWorker": [
-        *["a", 1, "tcp://a:1", "0", "2", "3", 1.0, False, 0.5, [["cpu", "a cpu", 1, 1, "", 0, 0]], [None]],
+        *[
+            "a",
+            1,
+            "tcp://a:1",
+            "0",
+            "2",
+            "3",
+            1.0,
+            False,
+            0.5,
+            [["cpu", "a cpu", 1, 1, "", 0, 0, "", 0, []]],
+            [None],
+        ],
         [["a", "here", 1, True, None, 1.0, 3, 4, "aten::mm", 0.5]],
     ],
     "AskStacks": "thread",
     "AskPassed": True,
     "AskChannel": ["", {}, [3, 11]],
-    "AskDevices": [["cpu", "a cpu", 1, 1, "", 0, 0]],
+    "AskDevices": [["cpu", "a cpu", 1, 1, "", 0, 0, "", 0, []]],
     "ListenForPeers": "tcp://127.0.0.1:1",
 }
 

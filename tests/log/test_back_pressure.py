@@ -48,6 +48,8 @@ def issue_ahead() -> None:
             print("interrupted")
     done.set()
     print("too many", total.item() - issued, (x + x).sum().item())
+    # The worker ends with its master, and is measured first.
+    sys.stdin.readline()
     dr.synchronize()
     del x, total
     gc.collect()  # what leaks without it is another test's subject
@@ -73,6 +75,7 @@ def test_a_master_ahead_of_a_stopped_worker_blocks_in_bounded_memory_and_ctrl_c_
         assert int(surplus) in (0, 1)  # Ctrl-C may fall between the operation and the child's own count
         assert float(value) == 800
         assert resident(worker) - before[1] < 64 * MIB
+        child.tell()
         assert child.expect("slots") == "0"
         child.finish()
 

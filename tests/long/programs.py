@@ -48,6 +48,7 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--simulate-cuda", type=int, default=0, help="GPUs of each node that are really CPU tensors"
     )
+    parser.add_argument("--real", action="store_true", help="the workers' accelerators are no CPU tensors")
     parser.add_argument("--publish", action="store_true", help="another thread publishes pairs all the time")
     parser.add_argument(
         "--masters", type=int, default=1, help="how many processes run programs on the same workers"
@@ -83,7 +84,7 @@ def main() -> int:
             with session:
                 if given.read is not None:
                     return read(given.read)
-                world = World(folder)
+                world = World(folder, given.real)
                 with others(given, addresses, active_session().name) as failed:
                     tally = one(given, world) if given.only is not None else many(given, world)
                 failures_are_known()

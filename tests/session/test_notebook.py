@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 from collections.abc import Iterator
@@ -42,6 +43,30 @@ threading.Thread(target=go_on).start()
 for _ in range(30):
     (x + 1).sum().item()
 dr.stalls()
+""",
+    # What a function writes while the next cell runs belongs here.
+    """
+from pathlib import Path
+import sys, time
+reached = Path(os.environ["DISTRUNTIME_STATE"]) / "reached"
+mine = sys.stdout.parent_header["msg_id"]
+def says(reached):
+    print("first")
+    while not reached.exists():
+        time.sleep(0.01)
+    print("second")
+said = dr.remote(says, returns=object)(reached)
+""",
+    """
+write, written = sys.stdout.write, []
+def noted(text):
+    written.append((sys.stdout.parent_header["msg_id"] == mine, text))
+    return write(text)
+sys.stdout.write = noted
+print("next cell")
+reached.touch()
+dr.fetch(said)
+written
 """,
     """
 dr.shutdown()
@@ -104,7 +129,7 @@ def test_a_session_shows_its_card(client: Client) -> None:
     assert "<td>ready</td><td>nothing</td><td>0</td>" in card and "new tensors go to node 0 cpu" in card
     assert "weights" not in card
     assert "<td>weights</td><td>tensor (1000,) float32</td><td>3.9 KiB</td>" in result(client, 1)
-    assert "it was shut down" in result(client, 4) and "<table>" not in result(client, 4)
+    assert "it was shut down" in result(client, -1) and "<table>" not in result(client, -1)
 
 
 def test_a_long_wait_is_shown_while_it_lasts_and_says_in_the_end_how_long_it_was(client: Client) -> None:
@@ -119,3 +144,13 @@ def test_a_long_wait_is_shown_while_it_lasts_and_says_in_the_end_how_long_it_was
 
 def test_stalls_show_their_advice(client: Client) -> None:
     assert "reads one by one at " in result(client, 3) and result(client, 3).count("<p>") == 1
+
+
+def test_what_a_function_prints_is_shown_under_the_cell_that_has_called_it(client: Client) -> None:
+    # nbclient itself drops what a cell writes when it has ended.
+    assert printed(client, 5) == "next cell\n"
+    # Its first line may come before that cell begins, or while it runs.
+    written = ast.literal_eval(result(client, 5, "text/plain"))
+    assert written[:2] == [(False, "next cell"), (False, "\n")]
+    assert written[-1] == (True, "[node 0] second\n")
+    assert written[2:-1] in ([], [(True, "[node 0] first\n")])

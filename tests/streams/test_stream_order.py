@@ -31,9 +31,9 @@ class Program:
     """One random program, run on the workers and, step by step beside it, here."""
 
     def __init__(
-        self, choose: random.Random, streams: list[list[dr.Stream]], stuff: list[torch.Tensor]
+        self, choose: random.Random, streams: list[list[dr.Stream]], stuff: list[torch.Tensor], draws: bool
     ) -> None:
-        self.choose, self.streams, self.stuff = choose, streams, stuff
+        self.choose, self.streams, self.stuff, self.draws = choose, streams, stuff, draws
         self.remote: list[list[torch.Tensor]] = [[], []]
         self.local: list[list[torch.Tensor]] = [[], []]
         self.generators = [torch.Generator().manual_seed(7) for _ in range(NODES)]
@@ -48,7 +48,7 @@ class Program:
         mine, here = self.remote[node], self.local[node]
         with dr.stream(stream):
             if self.choose.random() < 0.3:
-                rows = self.stuff[node][: self.choose.choice((8, 64, 256))]
+                rows = self.stuff[node][: len(self.stuff[node]) // self.choose.choice((32, 4, 1))]
                 rows @ rows.T
             if len(mine) < 2:
                 self.add(node, torch.arange(SIZE, device="remote"), torch.arange(SIZE))
@@ -70,6 +70,9 @@ class Program:
                 self.add(node, mine[k].view(-1), here[k].view(-1))
             elif kind == 7:
                 self.drop(node, k)
+            elif kind == 8 and not self.draws:
+                here_now = torch.full((SIZE,), self.choose.randrange(99))
+                self.add(node, here_now.to("remote"), here_now)
             elif kind == 8:
                 self.add(
                     node,
@@ -106,8 +109,12 @@ class Program:
         return all(torch.equal(there, here) for there, here in reads)
 
 
-def run(seed: int, programs: int) -> int:
-    """Return how many of so many programs agree with the serial run."""
+def run(seed: int, programs: int, *, draws: bool = True, delay: int = 1) -> int:
+    """Return how many of so many programs agree with the serial run.
+
+    Without `draws` they draw no random numbers, as a GPU draws others than a CPU. The products that delay are
+    `delay` times as large each way.
+    """
     choose = random.Random(seed)
     streams = [
         [dr.default_stream(node), *(dr.Stream(node) for _ in range(STREAMS - 1))] for node in range(NODES)
@@ -115,10 +122,10 @@ def run(seed: int, programs: int) -> int:
     stuff = []
     for node in range(NODES):
         with dr.on(node):
-            stuff.append(torch.randn(256, 256))
+            stuff.append(torch.randn(256 * delay, 256 * delay))
     good = 0
     for _ in range(programs):
-        program = Program(choose, streams, stuff)
+        program = Program(choose, streams, stuff, draws)
         for _ in range(INSTRUCTIONS):
             program.step()
         good += program.agrees()

@@ -707,3 +707,12 @@ def test_signals_reach_a_waiting_master(session: object) -> None:
     finally:
         signal.signal(signal.SIGALRM, before)
         os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("view", [lambda x: x.t(), lambda x: x[:0], lambda x: x + 1])
+def test_what_is_fetched_is_local_wherever_new_tensors_go(session: object, view: Any) -> None:
+    """A reply may be taken by a thread that is inside a place's context."""
+    x = torch.arange(6.0, device=REMOTE).reshape(2, 3)
+    with dr.on(1):
+        got = dr.fetch(view(x))
+    assert got.device.type == "cpu" and torch.equal(got, view(torch.arange(6.0).reshape(2, 3)))

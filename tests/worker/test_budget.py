@@ -193,12 +193,12 @@ def test_uploads_and_copies_to_the_host_count() -> None:
         session.issue(UPLOAD, 1, "cpu", "float32", [2 * FLOATS], 0, payloads=[memoryview(data).cast("B")])
         == []
     )
-    assert session.issue(HOST, 1, 2) == []
+    assert session.issue(HOST, 1, 2, []) == []
     (text,) = session.issue(
         UPLOAD, 3, "cpu", "float32", [2 * FLOATS], 0, payloads=[memoryview(data).cast("B")]
     )
     assert text.endswith("it holds 4.0 MiB, and an upload needs 2.0 MiB more")
-    (text,) = session.issue(HOST, 1, 4)
+    (text,) = session.issue(HOST, 1, 4, [])
     assert text.endswith("a copy to the host needs 2.0 MiB more")
     assert session.held() == 4 * MIB and session.slots[1].sum() == 2 * FLOATS
 

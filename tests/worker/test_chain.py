@@ -120,6 +120,7 @@ each_order = pytest.mark.parametrize("when", ["learnt before", "learnt after"])
 def test_the_order_from_the_outermost_inwards() -> None:
     assert [(type(link).__name__, link.each) for link in Session(mesh=False).executor.chain.links] == [
         ("ReadOnly", True),
+        ("LostDevices", True),
         ("Draws", False),
         ("Shares", False),
     ]
@@ -228,7 +229,7 @@ def test_a_link_more_stands_around_all_kinds_of_steps(mesh: bool, when: str, eac
     session.executor.chain.renew()
     session.put(1, torch.ones(4))
     session.put(2, torch.ones(4))
-    words = [MUL_, 1, 2.0, STAMP, 9, OUTER, 1, 2, 3, REDUCE_, 1, 1, 2, GATHER, 2, 1, 4, RAND, 5]
+    words = [MUL_, 1, 2.0, STAMP, 9, "cuda:0", OUTER, 1, 2, 3, REDUCE_, 1, 1, 2, GATHER, 2, 1, 4, RAND, 5]
     assert session.issue(*words) == []
     times = 2 if mesh and each else 1
     groups = [session.log.info[number].name for number in (REDUCE_, GATHER)]

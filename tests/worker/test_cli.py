@@ -78,7 +78,7 @@ def test_options_become_the_config(served: list[WorkerConfig], tmp_path: Path) -
     KeyPair.generate().save(tmp_path / "key")
     arguments = (
         "--master tcp://gpu1:29400 --node 3 --devices cpu,cuda:0 --simulate-cuda 2 "
-        "--threads 4 --log-level error"
+        "--threads 4 --log-level error --no-functions"
     )
     assert cli.main([*arguments.split(), "--key", str(tmp_path / "key")]) == 0
     assert served == [
@@ -89,6 +89,7 @@ def test_options_become_the_config(served: list[WorkerConfig], tmp_path: Path) -
             simulate_cuda=2,
             threads=4,
             keys=KeyPair.load(tmp_path / "key"),
+            functions=False,
         )
     ]
 

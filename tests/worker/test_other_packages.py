@@ -29,6 +29,15 @@ def brighter(x, by):
 def _(x, by):
     return torch.empty_like(x)
 
+# There is a kernel for GPUs only, as FlashAttention's package has it.
+@torch.library.custom_op("pictures_for_tests::flash", mutates_args=(), device_types="cuda")
+def flash(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+@flash.register_fake
+def _(x):
+    return torch.empty_like(x)
+
 # Its result's shape depends on values, and it has no fake kernel, as torchvision's nms.
 @torch.library.impl("pictures_for_tests::kept", "cpu")
 def kept(x):
@@ -67,6 +76,13 @@ def test_a_worker_imports_the_package_of_an_operator(
         x = torch.arange(3.0, device=REMOTE)
         assert torch.ops.pictures_for_tests.brighter(x, 1.5).tolist() == [1.5, 2.5, 3.5]
         assert torch.ops.pictures_for_tests.kept(x).tolist() == [2.0]
+
+        with pytest.raises(NotImplementedError) as failed:
+            torch.ops.pictures_for_tests.flash(x).tolist()
+        text = str(failed.value)
+        assert "Could not run 'pictures_for_tests::flash' with arguments from the 'CPU' backend" in text
+        assert "registered at" not in text and "x.to(dr.place(node, device))" in text
+        assert f"issued at {__file__}" in text
 
         # A package that does not load there costs its own operator and nothing else.
         import broken_for_tests  # type: ignore[import-not-found]  # noqa: F401

@@ -107,7 +107,7 @@ class Worker:
     """The groups of a worker that is node 0, its executing threads left out."""
 
     def __init__(self) -> None:
-        self.groups = Groups(Devices((), 0), lambda message: None)
+        self.groups = Groups(Devices((), 0), lambda message: None, lambda group, reason: None)
         self.told: list[tuple[int, Any]] = []
 
     def open(self, number: int, nodes: list[int]) -> None:
@@ -119,7 +119,7 @@ class Worker:
         self.told.append((node, message))
 
     def hear(self, node: int, group: int, key: str, value: bytes = b"v") -> None:
-        self.groups.receive(node, Entry(group, key, value), self.tell)
+        self.groups.receive(node, Entry(group, key, value))
 
 
 def test_what_comes_before_the_group_is_kept_if_it_is_a_members(caplog: pytest.LogCaptureFixture) -> None:

@@ -57,6 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["keygen"]:
             return _keygen(_keygen_parser().parse_args(arguments[1:]))
+        if arguments[:1] in (["member"], ["agent"]):
+            # A worker starts these for `dr.spmd` and `distruntime run`. They import torch, which takes two
+            # seconds.
+            status: int = importlib.import_module(f"{__package__}.python.{arguments[0]}").main(arguments[1:])
+            return status
         return _serve(_parser().parse_args(arguments))
     except (ConfigurationError, ConnectionFailed) as error:
         print(f"distruntime-worker: {error}", file=sys.stderr)
@@ -83,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_names,
         default=(),
         metavar="D,D",
-        help="offer only these devices, such as cpu,cuda:0 (default: all)",
+        help="offer only these devices, by the names that torch has for them there (default: all)",
     )
     parser.add_argument(
         "--simulate-cuda",
@@ -115,6 +120,11 @@ def _parser() -> argparse.ArgumentParser:
         help=(
             "limit the memory of one session on each device: 8GiB, or 50%% of the device (default: no limit)"
         ),
+    )
+    parser.add_argument(
+        "--no-functions",
+        action="store_true",
+        help="run operators only: refuse the functions of masters (dr.remote), and unpickle nothing",
     )
     parser.add_argument(
         "--data-address",
@@ -252,6 +262,7 @@ def configure(options: argparse.Namespace) -> WorkerConfig:
         data_port=options.data_address[1],
         once=options.once,
         max_memory=options.max_memory,
+        functions=not options.no_functions,
     )
 
 

@@ -4,9 +4,9 @@ A worker that is started by itself spends two seconds of a core on the import of
 costs a hundredth of that, and the workers share the memory of what was imported.
 `distruntime.cluster.nursery` is the master's side, and says what goes over the socket.
 
-Invariants: this process has one thread, has not initialised CUDA and has opened no libzmq context, so that a
-fork copies nothing half alive. It draws no random numbers. It ends when the master closes the socket, when
-the master dies, or when it has been idle for a while.
+Invariants: this process has one thread, uses no accelerator and has opened no libzmq context, so that a fork
+copies nothing half alive. It draws no random numbers. It ends when the master closes the socket, when the
+master dies, or when it has been idle for a while.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from pathlib import Path  # noqa: E402
 from typing import final  # noqa: E402
 
 import numpy  # noqa: E402
-import torch  # noqa: E402
 
 from .cli import leave  # noqa: E402
 from .cli import main as run_worker  # noqa: E402
+from .machine import accelerator  # noqa: E402
 from .publishing import published  # noqa: E402
 from .session import daemon as _daemon  # noqa: E402, F401
 from .values import draws  # noqa: E402
@@ -209,8 +209,8 @@ def differ_from_siblings() -> None:
 
 
 def _may_fork() -> bool:
-    """Whether a fork of this process works: it would lack all other threads, and could not use CUDA."""
-    return len(list(Path("/proc/self/task").iterdir())) == 1 and not torch.cuda.is_initialized()
+    """Whether a fork of this process works: it lacks all other threads, and cannot use what is begun."""
+    return len(list(Path("/proc/self/task").iterdir())) == 1 and accelerator.untouched()
 
 
 def _spawned(request: Request) -> subprocess.Popen[bytes]:

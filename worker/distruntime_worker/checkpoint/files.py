@@ -48,7 +48,7 @@ class Writing(HostCopy):
     __slots__ = ("_error", "_nbytes", "_over")
 
     def __init__(self) -> None:
-        self.event = self
+        self.event, self.device, self._buffer = self, None, None
         self._over = threading.Event()
         self._error: BaseException | None = None
         self._nbytes = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +19,7 @@ from distruntime.wire.codec import copy_bytes, failure_fields, pack_constant
 from distruntime.wire.messages import Failed, Fetch, Notify, Part, Plain, Reply, Signal
 from distruntime.wire.shared import Attached
 
+from ..machine import accelerator, lost
 from ..values.objects import (
     INLINE_BYTES,
     PART_BYTES,
@@ -29,12 +30,15 @@ from ..values.objects import (
     wire_tensor,
 )
 from ..values.streams import Action, Happening, HostCopy, Stream
+from .device_waits import DeviceWaits
 from .progress import Progress
 from .state import State, Tell
 
 # One segment reports at most so many failures with their text: a loop of failing instructions says the same
 # thing anyway.
 MOST_FAILURES = 64
+# No log gets to this position.
+_END = 1 << 62
 # So many seconds lie between looks whether a large tensor has arrived.
 _SENT = 0.0002
 
@@ -46,6 +50,7 @@ class Answers:
         self._state, self._progress, self._shared, self._tell = state, progress, shared, tell
         # These fetches wait for the whole log, up to a position.
         self._done: list[tuple[int, Fetch]] = []
+        self._device_waits = DeviceWaits(lambda why: state.breaks(why))
 
     def fetch(self, fetch: Fetch) -> None:
         """Answer `fetch` if the log has run far enough.
@@ -157,7 +162,7 @@ class Answers:
             stream = self._stream(number)
             if not self._reached(stream, position):
                 return False
-            if self._state.devices.first_gpu is not None and not all(
+            if self._state.devices.asynchronous and not all(
                 event.query() for event in stream.events(position)
             ):
                 return False
@@ -177,15 +182,20 @@ class Answers:
             if orphan is not None:
                 self._state.send(Failed(fetch.request, failure_fields(orphan)), None)
                 return
-        if isinstance(value, HostCopy) and not value.ready():
-            self._later(fetch, value, [] if value.event is None else [value.event])
-        elif isinstance(value, torch.Tensor) and value.is_cuda:
+        if isinstance(value, HostCopy) and value.event is not None:
+            self._later(fetch, value, partial(list, [value.event]))
+        elif isinstance(value, torch.Tensor) and accelerator.asynchronous(value.device):
             # This is a text, for which the value need not come over whole.
-            self._later(fetch, value, self._events(fetch.after))
+            self._later(fetch, value, partial(self._events, fetch.after, value.device))
         else:
             self._answer_with(fetch, value)
 
     def _answer_with(self, fetch: Fetch, value: object) -> None:
+        # The bytes are here. So if an operation of a group has spoilt them, that is known here by now.
+        spoilt = self._state.spoilt_for(fetch.after)
+        if spoilt is not None:
+            self._state.send(Failed(fetch.request, failure_fields(spoilt)), None)
+            return
         try:
             if value is None:
                 raise InternalError(f"the value {fetch.ref} is not here")
@@ -195,23 +205,28 @@ class Answers:
             self._reply(fetch, shown)
         except Exception as error:
             # Whatever the error is, it is the answer.
-            operands = described([value]) if value is not None else ""
-            cause = failure(
-                error, seq=0, position=fetch.after[1], op=f"fetch ({fetch.form})", operands=operands
-            )
-            self._state.send(Failed(fetch.request, failure_fields(cause)), None)
+            self._fail(fetch, value, error)
+
+    def _fail(self, fetch: Fetch, value: object, error: BaseException) -> None:
+        """Answer with an error."""
+        op = f"fetch ({fetch.form})"
+        error = lost.look(error, op)
+        if fetch.form == "signal":
+            self._tell(fetch.ref, Signal(fetch.request, str(error)))
+            return
+        operands = described([value]) if value is not None and not isinstance(value, HostCopy) else ""
+        cause = failure(error, seq=0, position=fetch.after[1], op=op, operands=operands)
+        self._state.send(Failed(fetch.request, failure_fields(cause)), None)
 
     def _answer_wait(self, fetch: Fetch) -> None:
         """Answer who waits for a stream, or for all; on a GPU, when the kernels have run."""
-        if self._state.devices.first_gpu is None:
+        if not self._state.devices.asynchronous:
             self._say(fetch)
             return
-        after = (
-            fetch.after
-            if fetch.form != "done"
-            else [n for s in self._state.streams.values() for n in (s.number, s.reached)]
-        )
-        self._later(fetch, None, self._events(after))
+        if fetch.form == "done":
+            self._later(fetch, None, partial(self._events_of_all, fetch.after[1]))
+        else:
+            self._later(fetch, None, partial(self._events, fetch.after))
 
     def _say(self, fetch: Fetch) -> None:
         """Tell whoever waits for streams that they are there.
@@ -223,28 +238,48 @@ class Answers:
         else:
             self._state.send(Reply(fetch.request, self._news(fetch)), None)
 
-    def _events(self, after: list[int]) -> list[torch.cuda.Event]:
-        """Return the events of a GPU that come after [stream, position, ...]."""
+    def _events(self, after: list[int], device: torch.device | None = None) -> list[accelerator.Moment]:
+        """Return the events of one GPU, or of all, that come after [stream, position, ...]."""
         return [
             event
             for number, position in zip(after[::2], after[1::2])
-            for event in self._stream(number).events(position)
+            for event in self._stream(number).events(position, device)
         ]
 
-    def _later(self, fetch: Fetch, value: object, events: Sequence[Happening]) -> None:
-        """Answer when a GPU has got to `events`; neither the reader nor a stream may block until then."""
-        threading.Thread(
-            target=self._answer_after, args=(fetch, value, events), name="waits-for-gpu", daemon=True
-        ).start()
+    def _events_of_all(self, position: int) -> list[accelerator.Moment]:
+        """Return the events of all GPUs, where each stream has been given all up to a position of the log."""
+        # A mesh's log has other positions.
+        position = _END if self._state.meshes else position
+        return [
+            event
+            for streams in self._state.all_streams()
+            # The reader opens streams meanwhile.
+            for stream in list(streams.values())
+            for event in stream.events(position)
+        ]
 
-    def _answer_after(self, fetch: Fetch, value: object, events: Sequence[Happening]) -> None:
-        for event in events:
-            event.synchronize()
-        if value is None:
-            self._say(fetch)
+    def _later(self, fetch: Fetch, value: object, events: Callable[[], Sequence[Happening]]) -> None:
+        """Answer when a GPU has got to `events`; neither the reader nor a stream may block until then."""
+
+        def answer(error: BaseException | None) -> None:
+            if error is not None:
+                self._fail(fetch, value, error)
+            elif value is None:
+                self._say(fetch)
+            else:
+                self._answer_with(fetch, value)
+
+        try:
+            found = events()
+        except RuntimeError as error:
+            # A device refuses an event. That is the answer, and costs the session nothing else.
+            answer(error)
             return
-        with torch.no_grad():
-            self._answer_with(fetch, value)
+        self._device_waits.when_happened(found, answer)
+
+    def close(self) -> None:
+        """Let the threads end that wait for devices."""
+        self._device_waits.close()
 
     def _news(self, fetch: Fetch) -> list[list[Plain]] | None:
         """Return the failures that no `Done` has brought yet, for who waits for less than the whole log.

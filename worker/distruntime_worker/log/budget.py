@@ -39,7 +39,7 @@ def limits(most: float, devices: Devices) -> dict[torch.device, int]:
     `most` if that is an `int`, else this part of what the device has.
     """
     return {
-        devices.real(torch.device(name)): most if isinstance(most, int) else int(total * most)
+        devices.behind(torch.device(name)): most if isinstance(most, int) else int(total * most)
         for name, _, total, *_ in devices.info()
     }
 
@@ -135,7 +135,7 @@ class Budget:
         return found.copy()
 
     def _refusal(self, device: torch.device, held: int, what: str) -> torch.OutOfMemoryError:
-        where = f"{device} (GPU {device.index})" if device.type == "cuda" else str(device)
+        where = str(device) if device.index is None else f"{device} (GPU {device.index})"
         return torch.OutOfMemoryError(
             f"session {self._session!r} may hold {size_text(self._most[device])} on {where} of "
             f"{socket.gethostname()} (--max-memory); "

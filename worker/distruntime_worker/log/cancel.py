@@ -5,7 +5,7 @@ Its results are poisoned, and what others count on happens all the same.
 
 from __future__ import annotations
 
-from distruntime.errors import ProtocolError, StreamCancelled
+from distruntime.errors import StreamCancelled
 from distruntime.wire.codec import failure_fields
 from distruntime.wire.messages import (
     ADOPT,
@@ -15,13 +15,13 @@ from distruntime.wire.messages import (
     GIVE,
     HOST,
     LEARN,
+    MARK,
     PUBLISH,
     RELEASE,
     STAMP,
     TAKE,
     UPLOAD,
     WAIT,
-    Cancel,
     Failed,
 )
 
@@ -41,15 +41,8 @@ class Cancelling:
     def __init__(self, state: State, waits: Waits) -> None:
         self._state, self._waits = state, waits
 
-    def cancel(self, message: Cancel) -> None:
-        """Drop what a stream has not begun (the reader)."""
-        stream = self._state.named(message.stream)
-        if stream is None:
-            raise ProtocolError(f"there is no stream {message.stream}")
-        self.cut(stream, message.position)
-
     def cut(self, stream: Stream, position: int) -> None:
-        """Drop what a stream has not begun and ends at or before `position`."""
+        """Drop what a stream has not begun and ends at or before `position` (the reader)."""
         stream.cancelled = max(stream.cancelled, position)
         with self._state.gate:
             # This makes `run` look, which has no time to look each time.
@@ -68,7 +61,7 @@ class Cancelling:
         # What is taken or given may come from another stream.
         if word in (FORGET, TAKE, GIVE):
             self._waits.pay(stream, p, i)
-        if word in (RELEASE, FORGET, STAMP, TAKE, GIVE, ADOPT):
+        if word in (RELEASE, FORGET, STAMP, MARK, TAKE, GIVE, ADOPT):
             return self._state.templates[word](slots, p, i)
         if word == WAIT and p[i + 3] is None:
             work = self._state.work(p)
@@ -80,14 +73,14 @@ class Cancelling:
         if word == AWAIT:
             self._waits.discard(int_word(p[i + 1]))
             return i + 4
-        error = StreamCancelled("dropped by stream.cancel() or dr.cancel() before it ran")
+        error = stream.refused or StreamCancelled("dropped by stream.cancel() or dr.cancel() before it ran")
         if word in (UPLOAD, HOST):
             # An upload may go into a value that another stream is still to make.
             if word == UPLOAD:
                 self._waits.pay(stream, p, i)
             cause = self._state.failure(p, i, error, self._state.own[word].name, "")
             slots[p[i + (1 if word == UPLOAD else 2)]] = Poisoned(cause)
-            return i + (6 if word == UPLOAD else 3)
+            return i + (6 if word == UPLOAD else 4)
         if word == PUBLISH:
             cause = self._state.failure(p, i, error, self._state.own[word].name, "")
             self._state.send(Failed(request_of(p[i + 1]), failure_fields(cause)), None)

@@ -9,6 +9,7 @@ from ..values.draws import Draws
 from ..values.mesh_lanes import MeshState
 from ..values.step import Run, Step
 from .guard import Shares
+from .lost_devices import LostDevices
 from .read_only import ReadOnly
 from .state import State
 
@@ -42,7 +43,9 @@ class Chain:
         # The links stand from the outermost inwards. What may not be written is refused first: it neither
         # draws nor counts. Draws may wait for another session that has the generators, so memory is asked for
         # after that wait.
-        self.links: list[Link] = [self.read_only, draws, Shares(state)]
+        # A device that is lost is not asked for anything.
+        self.lost_devices = LostDevices(state, self.renew)
+        self.links: list[Link] = [self.read_only, self.lost_devices, draws, Shares(state)]
 
     def add_own(self, log: State | MeshState) -> None:
         """Put the runtime's own instructions into the table of a new log (the reader)."""

@@ -6,6 +6,9 @@ Checks, uploads, copies to the host, stamps, frees that streams share.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -17,6 +20,7 @@ from distruntime.wire.messages import (
     GIVE,
     HOST,
     LEARN,
+    MARK,
     RELEASE,
     STAMP,
     TAKE,
@@ -29,10 +33,11 @@ from distruntime.wire.messages import (
 )
 from distruntime.wire.shared import Attached, KeptMemory
 
+from ..machine import accelerator, lost
 from ..values.functions import Tape
 from ..values.mesh_lanes import Shards
-from ..values.objects import Poisoned, described, spec_fields
-from ..values.staging import Staging
+from ..values.objects import Held, Poisoned, described, spec_fields
+from ..values.staging import uploads
 from ..values.step import Own, Slots, Step, Words, int_word, list_word, text_word
 from ..values.streams import HostCopy, Stamp
 from .state import State, request_of
@@ -44,6 +49,7 @@ from .watching import watched
 # From this number of bytes on, a copy would cost more than that is worth.
 _LARGE = 1 << 20
 _HOST = torch.device("cpu")
+T = TypeVar("T")
 
 
 class Instructions:
@@ -52,7 +58,8 @@ class Instructions:
     def __init__(self, state: State, shared: Attached) -> None:
         self._state, self._shared = state, shared
         self._kept = KeptMemory()
-        self._staging = Staging()
+        # Copies to the host from a device run on its stream here, as soon as their value is made.
+        self._copying: dict[torch.device, torch.Stream | None] = {}
         # Each ref has the bits of the streams that have released its value.
         self._users: dict[int, int] = {}
         self.table: dict[Plain, Step] = {
@@ -66,6 +73,7 @@ class Instructions:
             TAKE: Own("take", self._take),
             GIVE: Own("give", self._give),
             WATCH: Own("watch", self._watch),
+            MARK: Own("mark", self._mark),
         }
 
     def _watch(self, slots: Slots, p: Words, i: int) -> int:
@@ -180,8 +188,11 @@ class Instructions:
                 None,
             )
         if bad is None:
+            # What a kernel has told of its operands leaves the worker here.
+            bad = self._state.spoilt_by(self._state.log_number(p), position)
+        if bad is None:
             try:
-                shown = [None if isinstance(v, Tape) else v for v in results]
+                shown = [None if isinstance(v, (Tape, Held)) else v for v in results]
                 self._state.send(
                     Reply(
                         request,
@@ -203,9 +214,8 @@ class Instructions:
         try:
             if isinstance(data, list):
                 name, nbytes = data
-                kept = self._kept.allocate(int_word(nbytes))
-                copy_bytes(kept, memoryview(self._shared[text_word(name)])[: int_word(nbytes)])
-                value = bytes_tensor(dtype, sizes, kept)
+                bytes_there = memoryview(self._shared[text_word(name)])[: int_word(nbytes)]
+                value = self._from_shared(device, dtype, sizes, bytes_there)
             elif isinstance(data, int):
                 value = bytes_tensor(dtype, sizes, self._state.work(p).payloads[data])
             elif isinstance(data, bytes):
@@ -217,14 +227,18 @@ class Instructions:
                 raise TypeError("an upload to a mesh's members, in no mesh's log")
             names = mesh.devices if mesh is not None and device == "member" else [device]
             on = [self._state.devices.real(torch.device(name)) for name in names]
+            lost.require(on)
             if budget is not None:
                 budget.require(on, value.nbytes, "an upload")
             if device == "member":
-                copies = Shards(torch.empty_like(value, device=member).copy_(value) for member in on)
+                copies = Shards(self._uploaded(value, member) for member in on)
                 slots[ref] = copies if len(copies) > 1 else copies[0]
-            elif on[0].type == "cuda":
+            elif accelerator.asynchronous(on[0]):
                 self._used(slots.get(ref))
-                slots[ref] = self._staging.to(on[0], value)
+                # The device may not have room for both. The old block can serve the new value, which comes
+                # after it on this stream.
+                slots.pop(ref, None)
+                slots[ref] = self._either_time(on[0], lambda: uploads().to(on[0], value))
             else:
                 slots[ref] = value.clone() if value.nbytes < _LARGE else value
             if budget is not None:
@@ -236,6 +250,22 @@ class Instructions:
             slots[ref] = Poisoned(self._state.failure(p, i, error, "upload", text))
         return i + 6
 
+    def _from_shared(self, device: str, dtype: str, sizes: list[int], there: memoryview) -> torch.Tensor:
+        """Return a tensor of bytes in shared memory: over them for an accelerator's upload, as that ends
+        before the next instruction begins; elsewhere over a copy, which may stay.
+        """
+        if device != "member" and accelerator.asynchronous(self._state.devices.real(torch.device(device))):
+            return bytes_tensor(dtype, sizes, there)
+        kept = self._kept.allocate(len(there))
+        copy_bytes(kept, there)
+        return bytes_tensor(dtype, sizes, kept)
+
+    def _uploaded(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a copy of an upload for one of several members."""
+        if accelerator.asynchronous(device):
+            return uploads().to(device, value)
+        return torch.empty_like(value, device=device).copy_(value)
+
     def _forget(self, slots: Slots, p: Words, i: int) -> int:
         log = self._state.log(self._state.work(p))
         # The reader adds to it meanwhile, and may make its entries anew.
@@ -246,24 +276,30 @@ class Instructions:
         return i + 2
 
     def _stamp(self, slots: Slots, p: Words, i: int) -> int:
-        mine = self._state.mine()
-        device = (
-            mine.device
-            if mine.cuda is not None
-            else self._state.devices.first_gpu
-            if mine.number == 0
-            else None
-        )
-        event = None
-        if device is not None:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(mine.cuda or torch.cuda.default_stream(device))
+        mine, mesh, event = self._state.mine(), self._state.work(p).mesh, None
+        name = text_word(p[i + 2]) if mesh is None else mesh.devices[0]
+        if name not in self._state.devices.names:
+            raise ProtocolError(f"a stamp of {name!r:.80}, which this worker does not offer")
+        device = self._state.devices.real(torch.device(name))
+        if accelerator.asynchronous(device) and device not in accelerator.lost:
+            with lost.tolerated("an event"):
+                event = accelerator.timed_event(mine.on(device))
         slots[p[i + 1]] = Stamp(time.perf_counter_ns(), event)
-        return i + 2
+        return i + 3
+
+    def _mark(self, slots: Slots, p: Words, i: int) -> int:
+        self._state.mine().mark(self._state.work(p).segment.start + i + 1)
+        return i + 1
 
     def _release(self, slots: Slots, p: Words, i: int) -> int:
         ref, count = int_word(p[i + 1]), int_word(p[i + 2])
         self._used(slots.get(ref))
+        # Where the device is lost and nobody has noticed, to let go of the value would end the process.
+        value = slots.get(ref)
+        if isinstance(value, torch.Tensor) and accelerator.asynchronous(value.device):
+            with lost.tolerated("a free"):
+                accelerator.require_well(value.device)
+        del value
         with self._state.gate:
             released = self._users.pop(ref, 0) + 1
             if released < count:
@@ -273,27 +309,78 @@ class Instructions:
         return i + 3
 
     def _used(self, value: object) -> None:
-        """Keep torch's allocator from giving a GPU's value away, which this stream may let go of, before its
-        kernels have run.
+        """Keep torch's allocator from giving away a value that this stream may let go of, before its kernels
+        have run.
         """
-        if isinstance(value, torch.Tensor) and value.is_cuda:
-            mine = self._state.mine()
-            value.record_stream(mine.cuda or torch.cuda.default_stream(value.device))
+        if isinstance(value, torch.Tensor) and accelerator.asynchronous(value.device):
+            if value.device not in accelerator.lost:
+                with lost.tolerated("a free"):
+                    accelerator.used_on(value, self._state.mine().on(value.device))
 
     def _host(self, slots: Slots, p: Words, i: int) -> int:
+        made = [int_word(n) for n in list_word(p[i + 3])]
         try:
-            value = slots[p[i + 1]]
+            value = slots.get(p[i + 1])
+            if value is None:
+                raise InternalError("the value to be copied is not here")
             if not isinstance(value, (torch.Tensor, Poisoned)):
                 raise TypeError("a copy to the host is of one tensor")
             budget = self._state.budget
             if budget is not None and isinstance(value, torch.Tensor):
                 budget.require([_HOST], value.nbytes, "a copy to the host")
-            slots[p[i + 2]] = value if isinstance(value, Poisoned) else HostCopy(value)
+            slots[p[i + 2]] = (
+                value
+                if isinstance(value, Poisoned)
+                else self._either_time(value.device, partial(self._copied, value, made))
+            )
             if budget is not None and isinstance(value, torch.Tensor):
                 budget.add(_HOST, value.nbytes, "a copy to the host")
-        except RuntimeError as error:
-            # There is no memory, or a kernel before this one has failed.
+        except (RuntimeError, InternalError) as error:
+            # There is no memory, or a kernel before this one has failed, or the value is not here.
             slots[p[i + 2]] = Poisoned(
                 self._state.failure(p, i, error, "copy to the host", described([slots.get(p[i + 1])]))
             )
-        return i + 3
+        return i + 4
+
+    def _either_time(self, device: torch.device, copy: Callable[[], T]) -> T:
+        """Return what `copy` returns, if need be the second time.
+
+        The first time it may have asked for a buffer that another device has used, which is lost.
+        """
+        try:
+            return copy()
+        except torch.AcceleratorError as error:
+            lost.look(error, "a copy")
+            lost.require([device])
+            return copy()
+
+    def _copied(self, value: torch.Tensor, made: list[int]) -> HostCopy:
+        """Return a copy of a value in memory of the host, which waits for `made`: [stream, position, ...].
+
+        The other work of this stream that is under way does not hold it up. What follows on this stream comes
+        after the copy.
+        """
+        if not accelerator.asynchronous(value.device):
+            return HostCopy(value)
+        streams = self._state.streams
+        marks = [
+            streams[number].marked(position, value.device) if number in streams else None
+            for number, position in zip(made[::2], made[1::2])
+        ]
+        # Without a mark behind its maker the copy has to stand at the end of this stream.
+        if not marks or None in marks:
+            return HostCopy(value)
+        if value.device not in self._copying:
+            self._copying[value.device] = accelerator.copying_stream(value.device)
+        copying = self._copying[value.device]
+        if copying is None:
+            return HostCopy(value)
+        for events in marks:
+            for event in events or ():
+                with lost.tolerated("a copy to the host"):
+                    copying.wait_event(event)
+        with accelerator.entered(copying):
+            copy = HostCopy(value)
+        if isinstance(copy.event, accelerator.Moment):
+            accelerator.current_stream(value.device).wait_event(copy.event)
+        return copy

@@ -5,11 +5,20 @@ from __future__ import annotations
 import sys
 import time
 from types import CodeType
+from typing import NamedTuple
 
 from distruntime.wire.messages import BEFORE_INSTRUCTION, Status
 
 from ..values.streams import Stream
 from .state import State
+
+
+class Place(NamedTuple):
+    """Where an instruction stands: its segment, its position in the log, and the one after it."""
+
+    seq: int
+    position: int
+    end: int
 
 
 class Progress:
@@ -31,6 +40,22 @@ class Progress:
             for stream in list(streams.values())
         ]
         return next((look for look in looks if look.running is not None), looks[0])
+
+    def place(self, thread: int) -> Place | None:
+        """Return where the instruction stands that a thread runs; None where it runs none."""
+        frame = sys._current_frames().get(thread)
+        while frame is not None and frame.f_code not in self._runs:
+            frame = frame.f_back
+        names = {} if frame is None else frame.f_locals
+        i, words, start, work = (names.get(name) for name in ("i", "words", "start", "work"))
+        if i is None or words is None or start is None or work is None or i >= len(words):
+            return None
+        before = i
+        while isinstance(words[i], int) and words[i] in BEFORE_INSTRUCTION:
+            i += BEFORE_INSTRUCTION[words[i]]
+        found = self._state.log(work).info.get(words[i])
+        length = 1 if found is None else found.length
+        return Place(work.segment.seq, start + before, start + i + length)
 
     def position(self, stream: Stream) -> Status:
         """Return where a stream is, read off its thread's frame.

@@ -8,13 +8,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from distruntime.errors import InternalError, ProtocolError, StreamCancelled
 from distruntime.wire.messages import FIRST_TEMPLATE, Failure, MemberRef, Message, Plain, mesh_and_stream
 
+from ..machine import hardware, lost
 from ..machine.devices import Devices
 from ..values.mesh_lanes import MeshState, Shards
 from ..values.objects import Poisoned, described, failure, memory_of
@@ -42,6 +43,18 @@ class Send(Protocol):
 
 # It sends a message to the worker of a node.
 Tell = Callable[[int, Message], None]
+# In place of a mesh's number, this is the worker's own log.
+OWN_LOG = -1
+
+
+class Spoilt(NamedTuple):
+    """Nothing is believed that was written after these positions of the logs.
+
+    An operation of a group was queued there, and `cause` says why it has left no values in its results.
+    """
+
+    since: dict[int, int]
+    cause: Failure
 
 
 class State:
@@ -75,11 +88,19 @@ class State:
         self.executed = 0
         # These failures are of instructions without results, such as a check: the next read brings them.
         self.orphans: list[Failure] = []
+        # A worker adds to these and takes none away. The way back is another worker, or another session.
+        self.spoilt: list[Spoilt] = []
         self.gate = threading.RLock()
+        # These are told of a device that is lost, and why its values are.
+        self.losing: list[Callable[[torch.device, Failure], None]] = []
         # It tells the publications that a write of a memory has failed.
         self.spoil: Callable[[torch.UntypedStorage, Failure], None] = _unspoilt
+        # It tells them that nothing of this session is believed any more.
+        self.spoil_all: Callable[[Failure], None] = _nothing_published
         # It has a thread do what waits for the master, where the reader would have to do it.
         self.apart: Callable[[Callable[[], None]], None] = _now
+        # It tells the reader why the session cannot go on, from any thread.
+        self.breaks: Callable[[str], None] = _unheard
         self.reader = threading.get_ident()
         # It is True once the master is gone, and nothing is worth waiting for.
         self.closed = False
@@ -125,9 +146,43 @@ class State:
         """Return the segment whose words `p` is."""
         return self.under_way[id(p)]
 
+    def log_number(self, p: Words) -> int:
+        """Return the mesh whose log the words `p` are of, or `OWN_LOG`."""
+        mesh = self.work(p).mesh
+        return OWN_LOG if mesh is None else mesh.number
+
+    def reached(self, p: Words, i: int) -> dict[int, int]:
+        """Return how far each log has run, while this thread runs the instruction at `i` of the words `p`.
+
+        No other log runs meanwhile: between two logs all streams keep the order.
+        """
+        found = {}
+        if self.meshes:
+            found[OWN_LOG] = _furthest(self.streams)
+            for number, mesh in list(self.meshes.items()):
+                found[number] = _furthest(mesh.streams)
+        found[self.log_number(p)] = self.work(p).segment.start + i
+        return found
+
+    def spoilt_by(self, log: int, position: int) -> Failure | None:
+        """Return why nothing is believed that was written up to `position` of a log, if that is so."""
+        for since, cause in self.spoilt:
+            if position > since.get(log, -1):
+                return cause
+        return None
+
+    def spoilt_for(self, after: list[int]) -> Failure | None:
+        """As `spoilt_by`, for what a fetch waits for: [stream, position, ...]."""
+        if self.spoilt:
+            for number, position in zip(after[::2], after[1::2]):
+                cause = self.spoilt_by(mesh_and_stream(number)[0], position)
+                if cause is not None:
+                    return cause
+        return None
+
     def failure(self, p: Words, i: int, error: BaseException, op: str, operands: str) -> Failure:
         """Return a new failure of the instruction at `i` of the words `p`, noted in its segment."""
-        work = self.work(p)
+        work, error = self.work(p), lost.look(error, op)
         cause = failure(
             error, seq=work.segment.seq, position=work.segment.start + i, op=op, operands=operands
         )
@@ -147,6 +202,11 @@ class State:
         if cause is None:
             if any(v is None for v in operands) and not isinstance(error, StreamCancelled):
                 error = InternalError(f"an operand of {step.name} is not here: {error!r}")
+            elif isinstance(error, (RuntimeError, TypeError)):
+                on = [*step.devices, *(v.device for v in operands if isinstance(v, torch.Tensor))]
+                lacks = hardware.lacking(dict.fromkeys(on), str(error))
+                if lacks:
+                    error.args = (f"{error}\n{lacks}: dr.nodes() says what each device lacks",)
             cause = self.failure(p, i, error, step.name, described(operands))
             # A check that was dropped has not failed.
             if not step.writes and not step.mutates and not isinstance(error, StreamCancelled):
@@ -199,6 +259,10 @@ class State:
             self.spoil(memory, cause)
 
 
+def _furthest(streams: dict[int, Stream]) -> int:
+    return max(stream.reached for stream in list(streams.values()))
+
+
 def request_of(word: object) -> int:
     """Return the request that an instruction is to answer, by its number."""
     if type(word) is not int:
@@ -210,5 +274,13 @@ def _now(work: Callable[[], None]) -> None:
     work()
 
 
+def _unheard(why: str) -> None:
+    """An executor without a session has this."""
+
+
+def _nothing_published(cause: Failure) -> None:
+    """A session that publishes nothing has this."""
+
+
 def _unspoilt(memory: torch.UntypedStorage, cause: Failure) -> None:
-    """Of a session that publishes nothing."""
+    """A session that publishes nothing has this."""

@@ -61,7 +61,7 @@ class Waits:
                 passed.set()
             done = self._block(mine, passed, p, i, seconds, text, patient)
             target.blocked.remove(entry)
-            if mine.cuda is not None or target.cuda is not None:
+            if mine.native is not None or target.native is not None:
                 with self._state.turn.paused():
                     mine.wait_for(target.events(position))
             if not done:

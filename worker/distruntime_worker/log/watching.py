@@ -16,6 +16,8 @@ import torch
 
 from ..values.objects import class_name
 
+# Whoever runs the user's Python hears here what that warns of, and says whether it does.
+hear_others: list[Callable[[str, str], bool]] = []
 # The master is told so many warnings of one instruction, and so many characters of each.
 MOST_WARNINGS, _MOST_TEXT = 16, 2000
 # The log gets so many different ones that no instruction has caused.
@@ -44,6 +46,9 @@ _log = warnings.showwarning
 def install_watching() -> None:
     """Have this process's warnings come here, each as often as it is raised."""
     warnings.simplefilter("always")
+    # Python 3.12 says so of each fork of a process with threads, as those of a `DataLoader` are. A worker has
+    # threads, and nobody can change that.
+    warnings.filterwarnings("ignore", r"This process .* is multi-threaded", DeprecationWarning)
     warnings.showwarning = _show
 
 
@@ -58,6 +63,8 @@ def _show(
     warning = Heard(class_name(category), str(message)[:_MOST_TEXT])
     if _listening.heard is not None:
         _listening.heard.append(warning)
+    elif any(hear(*warning) for hear in hear_others):
+        return
     elif warning not in _logged and len(_logged) < _MOST_LOGGED:
         _logged.add(warning)
         _log(message, category, filename, lineno, file, line)

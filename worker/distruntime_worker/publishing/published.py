@@ -34,8 +34,11 @@ from distruntime.wire.messages import (
     Versions,
 )
 
+from ..log.lost_devices import is_on
 from ..log.read_only import ReadOnly
 from ..log.state import State, request_of
+from ..machine.accelerator import asynchronous, used_on
+from ..machine.lost import keep_for_ever, tolerated
 from ..values.objects import Poisoned, described, memory_of, spec_fields
 from ..values.step import Own, Slots, Step, Words, int_word, list_word
 
@@ -139,6 +142,20 @@ class Published:
                 if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == memory._cdata:
                     record.tensors[k] = poisoned
 
+    def spoil_all(self, cause: Failure) -> None:
+        """Poison everything: nobody knows what is in the session's memory."""
+        poisoned = Poisoned(replace(cause, seq=0, position=0))
+        for _, record in self.every():
+            record.tensors[:] = [poisoned] * len(record.tensors)
+
+    def lose(self, device: torch.device, cause: Failure) -> None:
+        """Poison what is on a device that is lost."""
+        for _, record in self.every():
+            for k, value in enumerate(record.tensors):
+                if is_on(value, device):
+                    keep_for_ever(value)
+                    record.tensors[k] = Poisoned(cause)
+
 
 # It gives what other sessions of this worker have published, by session.
 Others = Callable[[], Mapping[str, Published]]
@@ -155,7 +172,8 @@ class Shelf:
             PUBLISH: Own("publish", self._publish),
             ADOPT: Own("lookup", self._adopt),
         }
-        state.spoil = published.spoil
+        state.spoil, state.spoil_all = published.spoil, published.spoil_all
+        state.losing.append(published.lose)
 
     # -- what the master asks (the reader) ---------------------------------------------------------
 
@@ -216,6 +234,7 @@ class Shelf:
                 raise ProtocolError(f"{str(fields)[:80]} is no publication")
         values = [slots.get(ref) for ref in list_word(refs)]
         cause = next((value.failure for value in values if isinstance(value, Poisoned)), None)
+        cause = cause or state.spoilt_by(state.log_number(p), state.work(p).segment.start + i)
         if cause is None and (error := self._unfit(values)) is not None:
             cause = state.failure(p, i, error, "publish", described(values[:1]))
         if cause is not None:
@@ -257,6 +276,10 @@ class Shelf:
                 self.read_only.add(value)
                 # The owner's own operations do not change the sizes of this one.
                 value = value.detach()
+            if isinstance(value, torch.Tensor) and asynchronous(value.device):
+                # The publisher's streams own the memory, and this session may be the last to let go of it.
+                with tolerated("a lookup"):
+                    used_on(value, self._state.mine().on(value.device))
             slots[ref] = value
         return i + 4
 

@@ -34,3 +34,5 @@ class WorkerConfig:
     # Each session may hold so much on each device: so many bytes, or, as a float, a part of what the device
     # has.
     max_memory: int | float | None = None
+    # If it is False, the worker runs no function of a master's, and unpickles nothing.
+    functions: bool = True

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from hmac import compare_digest
 from itertools import count
 
@@ -58,6 +59,7 @@ from distruntime.wire.messages import (
     Segment,
     Signal,
     SweepSaves,
+    Typed,
     Welcome,
 )
 from distruntime.wire.tally import Tally
@@ -67,10 +69,13 @@ from ..collectives.data_channel import prepare
 from ..log.budget import Budget, limits
 from ..log.turns import Turns
 from ..log.watching import install_watching
+from ..machine import accelerator, hardware, lost
 from ..machine.devices import Devices
 from ..machine.pages import give_pages_back, keep_pages
 from ..machine.settings import restore
 from ..publishing.published import Published
+from ..python.output import install_around
+from ..values.staging import downloads, uploads
 from .address import data_host
 from .admission import refusal
 from .config import WorkerConfig
@@ -218,11 +223,17 @@ class Daemon:
                             "or the master has no descriptors left"
                         )
         now = time.monotonic()
+        if accelerator.lost:
+            for session in self._sessions.values():
+                session.executor.chain.lost_devices.look()
         self._strangers.look()
         if now > self._sweep_at:
             self._sweep_at = math.inf
             gc.collect()
             give_pages_back()
+            if not self._sessions:
+                # The devices wait for their kernels there.
+                threading.Thread(target=_give_memory_back, name="gives-memory-back", daemon=True).start()
         if now > self._dial_at:
             self._dial()
         for session in [session for session in self._sessions.values() if session.broken is not None]:
@@ -323,6 +334,8 @@ class Daemon:
                     session.executor.signal(message)
                 case Cancel():
                     session.executor.cancel(message)
+                case Typed():
+                    session.executor.around.typed(message)
                 case Notify():
                     session.executor.notify(message)
                 case Peers():
@@ -355,6 +368,10 @@ class Daemon:
         except NONSENSE as error:
             # Whatever it is in, it must not cost the other sessions.
             self._broke(session, f"a message makes no sense: {type(error).__name__}: {error!s:.200}")
+        except RuntimeError as error:
+            # A device was lost where nobody expected it, or its backend has failed, with an error of its own
+            # class or without one. The other sessions go on.
+            self._broke(session, str(lost.look(error, "a message")))
 
     def _broke(self, session: Session | None, why: str) -> None:
         if session is not None:
@@ -425,13 +442,31 @@ class Daemon:
         most = self._config.max_memory
         budget = None if most is None else Budget(hello.session, limits(most, self._devices))
         turn = self._turns.enter(hello.session)
-        session = Session(peer, hello, self._devices, self._channel, self._published, turn, budget, before)
+        session = Session(
+            peer, hello, self._devices, self._channel, self._published, turn, budget, before, self._refused()
+        )
+        session.executor.host = partial(data_host, self._config)
         self._sessions[hello.session] = self._by_peer[peer] = session
         self._served = True
         log.info(
             "session of master %s (torch %s, Python %s) begins", session.master, hello.torch, hello.python
         )
         self._greet(peer, self._about_us(session, hello))
+
+    def _refused(self) -> str:
+        """Return why this worker opens nothing that its masters have pickled, or nothing."""
+        if not self._config.functions:
+            return (
+                "this worker was started with --no-functions: it runs operators only, and no Python of its "
+                "masters' own. Start it without that option, or use torch's operators"
+            )
+        if self._channel.unproven:
+            return (
+                "this worker has no key, so it cannot know who sends it Python to run, and runs none. Make a "
+                "key with `distruntime-worker keygen`, and start the workers and the session with it instead "
+                "of --insecure (in Python: insecure=True)"
+            )
+        return ""
 
     def _about_us(self, session: Session, hello: Hello) -> Welcome:
         return Welcome(
@@ -456,6 +491,14 @@ class Daemon:
         )
 
 
+def _give_memory_back() -> None:
+    """Give back what torch's allocators hold for nobody."""
+    with lost.tolerated("giving memory back"):
+        uploads().empty()
+        downloads().empty()
+        hardware.empty_cache()
+
+
 def serve(config: WorkerConfig, stop: threading.Event) -> None:
     """Run the worker until `stop` is set. Block; raise `ConfigurationError` if it cannot start."""
     raise_limit()
@@ -466,6 +509,7 @@ def serve(config: WorkerConfig, stop: threading.Event) -> None:
         torch.set_num_threads(config.threads)
     prepare()
     install_watching()
+    install_around()
     daemon = Daemon(config)
     try:
         daemon.run(stop)

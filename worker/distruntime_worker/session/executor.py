@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -16,6 +18,7 @@ from distruntime.wire.codec import failure_fields
 from distruntime.wire.messages import (
     AWAIT,
     WAIT,
+    Cancel,
     Done,
     MeshBody,
     MeshSegment,
@@ -43,10 +46,14 @@ from ..log.turns import Turn, Turns
 from ..log.waits import Waits
 from ..machine.devices import Devices
 from ..publishing.published import Others, Published, Shelf
+from ..python.agent import Agent
+from ..python.calls import Calls, note_writes
+from ..python.members import Members, Surroundings
+from ..python.running import Around
 from ..values import functions
 from ..values.draws import Draws, may_draw
 from ..values.mesh_lanes import Lanes, MeshState
-from ..values.step import Own, Step
+from ..values.step import Operator, Own, Step
 from ..values.streams import Mesh, Stream, Work
 from ..values.template import Template, operator
 
@@ -65,7 +72,8 @@ class Executor:
     `turn`.
 
     `draws` and `published` are the session's random state and what it has published: both outlive this log
-    where a master resumes it.
+    where a master resumes it. `refused` says why no function of a master runs here, or nothing. `present`
+    tells whether the master is there.
     """
 
     def __init__(
@@ -80,6 +88,8 @@ class Executor:
         turn: Turn | None = None,
         budget: Budget | None = None,
         shared: Attached | None = None,
+        refused: str = "",
+        present: Callable[[], bool] = lambda: True,
     ) -> None:
         state, shared = State(devices, send, turn or Turns().enter(""), budget), shared or Attached()
         self.draws = Draws() if draws is None else draws
@@ -89,6 +99,14 @@ class Executor:
         self._answers = Answers(state, progress, shared, tell)
         self.joint = Joint(state, tell, waits.signal)
         self._cancelling = Cancelling(state, waits)
+        self.around = Around(lambda message: send(message, None), progress.place, present)
+        # Other workers reach this one at this host. The daemon says so.
+        self.host: Callable[[str], str] = lambda proposed: "127.0.0.1"
+        here = Surroundings(
+            devices.real, lambda proposed: self.host(proposed), state.turn.paused, lambda: state.closed
+        )
+        own: dict[str, Operator] = {"members": partial(Members, here), "agent": partial(Agent, here)}
+        self._functions = {**_FUNCTIONS, **Calls(refused, devices.real, self.around, own).table}
         self.chain = Chain(state, self.draws)
         self.shelf = Shelf(state, published or Published(""), others, self.chain.read_only)
         state.own.update(Instructions(state, shared).table)
@@ -108,9 +126,22 @@ class Executor:
         # The reader calls these and looks at them. It need not know whose they are.
         self.fetch, self.passed, self.status = self._answers.fetch, self._answers.passed, progress.status
         self.notify = self._answers.notify
-        self.signal, self.cancel = waits.signal, self._cancelling.cancel
+        self.signal = waits.signal
         self.slots, self.works, self.default, self.turn = state.slots, state.works, state.default, state.turn
         self.turn.more = state.waits
+
+    def cancel(self, message: Cancel) -> None:
+        """Drop what a stream has not begun, and interrupt the function that it runs (the reader)."""
+        state = self.state
+        stream = state.named(message.stream)
+        if stream is None:
+            raise ProtocolError(f"there is no stream {message.stream}")
+        if message.alone and state.executed >= message.position:
+            return
+        if not message.alone:
+            self._cancelling.cut(stream, message.position)
+        thread = next((ident for ident, one in list(state.by_thread.items()) if one is stream), None)
+        self.around.cancel(thread, message.position, message.alone)
 
     def open(self, message: OpenStream) -> Stream:
         """Return a new stream, for its thread to run.
@@ -129,6 +160,9 @@ class Executor:
             )
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError(f"stream {message.stream}: {error}") from error
+        if stream.refused is not None:
+            # The device has no room for it, for example. Everything else goes on.
+            self._cancelling.cut(stream, _END)
         streams[message.stream] = stream
         return stream
 
@@ -202,7 +236,8 @@ class Executor:
                 pass
             for streams in self.state.all_streams():
                 for other in list(streams.values()):
-                    if other is not stream:
+                    # The streams 0 of all logs are the same default streams of the devices.
+                    if other is not stream and (other.number or stream.number):
                         stream.wait_for(other.events(_END))
 
     def divide(self, work: Work) -> None:
@@ -260,7 +295,7 @@ class Executor:
         stream.reached = start + n
         if waiting:
             self._answers.serve(stream, start + n)
-        if len(state.streams) > 1 or work.mesh is not None:
+        if len(state.streams) > 1 or work.mesh is not None or state.devices.asynchronous:
             stream.mark(start + n)
         stream.advance(start + n)
         self.running = False
@@ -351,9 +386,14 @@ class Executor:
         if name.startswith(PREFIX):
             step: Step = Collective(name, args, real, self.joint.take_part)
         else:
-            call = _FUNCTIONS.get(name) or operator(name)
-            step = Template(name, call, args, kwargs, results, real, state.fail)
+            call = self._called(name)
+            step = template = Template(name, call, args, kwargs, results, real, state.fail)
+            note_writes(template, args)
         self.chain.add(state, number, step)
+
+    def _called(self, name: str) -> Operator:
+        """Return what a template calls. After a space its name has what the user calls it."""
+        return self._functions.get(name.partition(" ")[0]) or operator(name)
 
     def _add_to(
         self,
@@ -373,11 +413,12 @@ class Executor:
         if name.startswith(PREFIX):
             self.chain.add(mesh, number, along(mesh, name, args, real, self.joint.take_part, state.spread))
             return
-        call, lanes = _FUNCTIONS.get(name) or operator(name), []
+        call, lanes = self._called(name), []
         for k in range(len(mesh.devices)):
             own = [mesh.member_device(pattern, k) for pattern in args]
             named = {key: mesh.member_device(value, k) for key, value in kwargs.items()}
             lanes.append(Template(name, call, own, named, results, real, state.fail))
+            note_writes(lanes[-1], own)
         if len(lanes) == 1:
             self.chain.add(mesh, number, lanes[0])
             return
@@ -389,7 +430,10 @@ class Executor:
     def close(self) -> None:
         """Drop what no stream has begun: the master is gone (the reader)."""
         self.state.closed = True
+        self.around.close()
         self.turn.close()
+        self._answers.close()
+        self.chain.lost_devices.close()
         self.joint.groups.end_all("its session is over")
         for streams in self.state.all_streams():
             for stream in streams.values():

@@ -27,6 +27,7 @@ from distruntime.wire.messages import (
 
 from ..collectives.data_channel import report
 from ..log.turns import Turns
+from ..machine import lost
 from ..machine.devices import Devices
 from ..values.objects import failure
 from .address import peer_address, unusable_for_workers
@@ -50,8 +51,10 @@ class Questions:
         """Reply, or say why not."""
         try:
             session.send(Reply(question.request, self._reply(session, question)))
-        except (ConfigurationError, OSError) as error:
-            cause = failure(error, seq=0, position=0, op=type(question).__name__, operands="")
+        except (RuntimeError, OSError) as error:
+            cause = failure(
+                lost.look(error, "a question"), seq=0, position=0, op=type(question).__name__, operands=""
+            )
             session.send(Failed(question.request, failure_fields(cause)))
 
     def _reply(self, session: Session, question: Question[object]) -> object:

@@ -6,7 +6,6 @@ in the reader's thread.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import platform
@@ -23,8 +22,9 @@ from typing import final
 import torch
 
 from distruntime.version import __version__
-from distruntime.wire.messages import BEFORE_INSTRUCTION, DeviceRow, SessionRow, WorkerReport
+from distruntime.wire.messages import BEFORE_INSTRUCTION, SessionRow, WorkerReport
 
+from ..machine import hardware
 from ..machine.devices import Devices
 from .session import Session
 
@@ -73,7 +73,7 @@ class Reporter:
             time.monotonic() - self._started,
             self._devices.simulated,
             self._processor(),
-            self._rows(),
+            self._devices.info(),
             [self._gpu(name) for name in self._devices.names],
             rows,
         )
@@ -85,27 +85,10 @@ class Reporter:
         return 100 * (time.process_time() - had) / passed if passed > 0 else 0.0
 
     def _gpu(self, name: str) -> float | None:
-        """Return how much of the last second a GPU ran kernels, in percent; None where nobody knows."""
+        """Return how much of the last second a device ran kernels, in percent; None where nobody knows."""
         if name == "cpu" or self._devices.simulated:
             return None
-        # NVIDIA's library is what torch asks, and not every machine has its Python package.
-        if torch.version.hip is None and importlib.util.find_spec("pynvml") is None:
-            return None
-        try:
-            return float(torch.cuda.utilization(name))
-        # NVML's errors have no other base, and the reader must go on: some GPUs cannot tell, such as parts of
-        # one (MIG).
-        except Exception as error:
-            log.debug("%s does not tell how busy it is: %s", name, error)
-            return None
-
-    def _rows(self) -> list[DeviceRow]:
-        """Return the devices with their memory of now. After an error of CUDA there are no figures."""
-        try:
-            return self._devices.info()
-        except RuntimeError as error:
-            why = f"unusable: {str(error).partition(chr(10))[0]:.80}"
-            return [DeviceRow(name, why, 0, 0, "", 0, 0) for name in self._devices.names]
+        return hardware.busy(torch.device(name))
 
     def _row(self, session: Session) -> SessionRow:
         status, state = session.executor.status(), session.executor.state

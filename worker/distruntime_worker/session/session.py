@@ -14,7 +14,7 @@ from itertools import count
 
 import torch
 
-from distruntime.errors import ProtocolError
+from distruntime.errors import NotSupportedError, ProtocolError
 from distruntime.wire.channel import Channel, ChannelClosed
 from distruntime.wire.codec import Buffer, decode, encode, failure_fields
 from distruntime.wire.identity import has_died
@@ -53,7 +53,8 @@ _numbers = count().__next__
 class Session:
     """The session of one master: its executor, its queue of segments, and the threads that run them.
 
-    `before` is the same session with an earlier master.
+    `before` is the same session with an earlier master. `refused` says why nothing that its master has
+    pickled is opened here, or nothing.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Session:
         turn: Turn,
         budget: Budget | None,
         before: Session | None = None,
+        refused: str = "",
     ) -> None:
         self.link = Link(peer)
         self.began: float = time.monotonic() if before is None else before.began
@@ -95,8 +97,11 @@ class Session:
             turn=turn,
             budget=budget,
             shared=self.shared,
+            refused=refused,
+            present=lambda: self.link.peer is not None,
         )
-        self.executor.state.apart = self._do_apart
+        self.executor.state.apart, self.executor.state.breaks = self._do_apart, self._break
+        self._refused = refused
         # It is True while messages must wait, because the value that a fetch has asked for is still being
         # read.
         self.held = False
@@ -200,6 +205,9 @@ class Session:
                 cause = failure(error, seq=0, position=0, op=f"joining group {message.group}", operands="")
                 self.send(Failed(message.request, failure_fields(cause)))
 
+        if self._refused and message.factory:
+            answer(NotSupportedError(self._refused))
+            return
         self.executor.joint.groups.open(message, host, self.tell, answer)
 
     def _run(self, stream: Stream) -> None:
@@ -226,13 +234,20 @@ class Session:
                     del item, work
                 except Exception as error:
                     # The master must hear of the error, whatever it is.
-                    if isinstance(error, ProtocolError):
-                        self.broken = str(error)
-                    else:
-                        self.broken = f"a defect of the worker: {error!r}"
+                    if not isinstance(error, ProtocolError):
                         log.exception("the thread of stream %s ends", stream.number)
-                    self._channel.wake()
+                    self._break(
+                        str(error)
+                        if isinstance(error, ProtocolError)
+                        else f"a defect of the worker: {error!r}"
+                    )
                     return
+
+    def _break(self, why: str) -> None:
+        """Have the reader drop the master (any thread)."""
+        self.broken = why
+        with suppress(ChannelClosed):
+            self._channel.wake()
 
     def put(self, segment: Segment, payloads: Sequence[Buffer]) -> None:
         """Queue a segment in order; one that came before is dropped, so that sending again is safe."""

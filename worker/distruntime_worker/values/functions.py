@@ -7,24 +7,29 @@ slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from distruntime.errors import UsageError
 
+from ..machine import accelerator, random_states
 from ..machine.figures import device_properties, empty_cache, memory_figures, reset_peak
 from ..machine.settings import configure, settings
 from .step import Operator
 from .streams import elapsed_time
 
+SEED = "distruntime::manual_seed"
 # A generator of this worker was set so often.
 seedings = [0]
 
 
-def seed_member(device: torch.device, seed: torch.Tensor) -> None:
-    """Seed the generator of one member of a mesh."""
-    manual_seed(device, str(int(seed)))
+def seed_member(device: torch.device, seed: torch.Tensor, own: torch.Tensor | None = None) -> None:
+    """Seed the generator of one member of a mesh: `seed` and a number of its own, which are on the CPU."""
+    manual_seed(device, str(int(seed if own is None else seed + own)))
 
 
 def manual_seed(device: torch.device, seed: str) -> None:
@@ -32,14 +37,18 @@ def manual_seed(device: torch.device, seed: str) -> None:
     seedings[0] += 1
     if device.type == "cpu":
         torch.default_generator.manual_seed(int(seed))
-    else:
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(int(seed))
+    elif device not in accelerator.lost:
+        random_states.manual_seed(device, int(seed))
 
 
 def get_rng_state(device: torch.device) -> torch.Tensor:
     """Return a snapshot of one device's random state, a byte tensor on the CPU."""
-    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+    return torch.get_rng_state() if device.type == "cpu" else random_states.rng_state(device)
+
+
+def rng_state_bytes(device: torch.device) -> int:
+    """Return how many bytes the random state of one device has."""
+    return get_rng_state(device).numel()
 
 
 def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
@@ -48,7 +57,7 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
     if device.type == "cpu":
         torch.set_rng_state(state.cpu())
     else:
-        torch.cuda.set_rng_state(state.cpu(), device)
+        random_states.set_rng_state(device, state)
 
 
 def exchange_rng_state(device: torch.device, state: torch.Tensor) -> torch.Tensor:
@@ -60,13 +69,17 @@ def exchange_rng_state(device: torch.device, state: torch.Tensor) -> torch.Tenso
     if device.type == "cpu":
         torch.set_rng_state(state.cpu())
     else:
-        torch.cuda.set_rng_state(state.cpu(), device)
+        random_states.set_rng_state(device, state)
     return before
 
 
 def resize_storage(tensor: torch.Tensor, nbytes: int) -> None:
     """Give a tensor's memory back, or take it again."""
     tensor.untyped_storage().resize_(nbytes)
+
+
+# Whoever has set the kernels of attention holds it until they are as before.
+_choosing = threading.Lock()
 
 
 class Tape:
@@ -78,9 +91,12 @@ class Tape:
         self.inputs, self.outputs = inputs, outputs
 
 
-def record(name: str, differentiable: list[bool], *args: object) -> list[object]:
+def record(
+    strides: list[list[int]] | None, name: str, differentiable: list[bool], *args: object
+) -> list[object]:
     """Run an operator with autograd on; return its results and, last, the tape for `replay_backward`.
 
+    The results get `strides`, which the master has promised, or keep their own if they are dense.
     `differentiable` says for each tensor among `args`, lists opened, whether its gradient will be wanted; if
     none, the tape is empty.
     """
@@ -101,15 +117,47 @@ def record(name: str, differentiable: list[bool], *args: object) -> list[object]
             *values[:fixed], **{a.name: value for a, value in zip(arguments[fixed:], values[fixed:])}
         )
     outputs = list(results) if isinstance(results, (list, tuple)) else [results]
-    # The results are contiguous, as the master expects. A view of a saved output would do no harm, as version
-    # counters watch over those there.
-    return [*(o.detach().contiguous() for o in outputs), Tape(inputs, outputs)]
+    # A view of a saved output does no harm, as version counters watch over those there.
+    wished: Sequence[list[int] | None] = [None] * len(outputs) if strides is None else strides
+    return [*(_laid_out(o.detach(), wish) for o, wish in zip(outputs, wished)), Tape(inputs, outputs)]
 
 
-def record_autocast(dtype: torch.dtype, name: str, differentiable: list[bool], *args: object) -> list[object]:
+def _laid_out(result: torch.Tensor, strides: list[int] | None) -> torch.Tensor:
+    if strides is None:
+        # Like a tensor without gaps and overlaps, torch makes one with its strides.
+        dense = torch.empty_like(result, device="meta").stride() == result.stride()
+        return result if dense else result.contiguous()
+    if list(result.stride()) == strides:
+        return result
+    return torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device).copy_(result)
+
+
+def record_autocast(
+    dtype: torch.dtype,
+    strides: list[list[int]] | None,
+    name: str,
+    differentiable: list[bool],
+    *args: object,
+) -> list[object]:
     """As `record`, under torch's autocast of this CPU."""
     with torch.autocast("cpu", dtype=dtype):
-        return record(name, differentiable, *args)
+        return record(strides, name, differentiable, *args)
+
+
+def record_attention(
+    kernels: list[int],
+    strides: list[list[int]] | None,
+    name: str,
+    differentiable: list[bool],
+    *args: object,
+) -> list[object]:
+    """As `record`, by one of the kernels of `SDPBackend` with these numbers, the first one first.
+
+    They are the process's choice while it runs. Another stream that computes attention in these microseconds
+    may take such a kernel too.
+    """
+    with _choosing, sdpa_kernel([SDPBackend(k) for k in kernels], set_priority=True):
+        return record(strides, name, differentiable, *args)
 
 
 def _leaf(value: object, wanted: Iterator[bool], inputs: list[torch.Tensor]) -> object:
@@ -128,9 +176,33 @@ def replay_backward(tape: Tape, *grads: torch.Tensor | None) -> list[torch.Tenso
     found = torch.autograd.grad(
         [o for o, _ in pairs], tape.inputs, [g for _, g in pairs], allow_unused=True, retain_graph=True
     )
+    for g in found:
+        # Autograd runs a backward on the stream of its forward, and the memory of the results belongs there.
+        if g is not None and accelerator.asynchronous(g.device):
+            accelerator.used_on(g, accelerator.current_stream(g.device))
+    known = [*tape.inputs, *tape.outputs, *(g for g in (*grads, *found) if g is not None)]
+    held = Counter(one.untyped_storage()._cdata for one in known)
     return [
-        torch.zeros_like(x) if g is None else torch.empty_like(x).copy_(g) for x, g in zip(tape.inputs, found)
+        torch.zeros_like(x) if g is None else g if _is_own(x, g, held) else torch.empty_like(x).copy_(g)
+        for x, g in zip(tape.inputs, found)
     ]
+
+
+def _is_own(x: torch.Tensor, found: torch.Tensor, held: Counter[int]) -> bool:
+    """Whether a gradient has the strides that `x` gives, and memory that nobody else sees.
+
+    `held` counts the known tensors in each memory. What autograd has saved is not among them. But it holds
+    the tensor or its memory, besides Python's one hold on each.
+    """
+    if torch.empty_like(x, device="meta").stride() != found.stride() or found.is_conj() or found.is_neg():
+        return False
+    storage = found.untyped_storage()
+    return (
+        held[storage._cdata] == 1
+        and storage.nbytes() == found.nbytes
+        and found._use_count() == 1  # type: ignore[attr-defined]
+        and torch._C._storage_Use_Count(storage._cdata) == 2
+    )
 
 
 FUNCTIONS: dict[str, Operator] = {
@@ -141,14 +213,16 @@ FUNCTIONS: dict[str, Operator] = {
     "distruntime::memory_figures": memory_figures,
     "distruntime::reset_peak": reset_peak,
     "distruntime::settings": settings,
-    "distruntime::manual_seed": manual_seed,
+    SEED: manual_seed,
     "distruntime::seed_member": seed_member,
     "distruntime::get_rng_state": get_rng_state,
+    "distruntime::rng_state_bytes": rng_state_bytes,
     "distruntime::set_rng_state": set_rng_state,
     "distruntime::exchange_rng_state": exchange_rng_state,
     "distruntime::resize_storage": resize_storage,
     "distruntime::record": record,
     "distruntime::record_autocast": record_autocast,
+    "distruntime::record_attention": record_attention,
     "distruntime::replay_backward": replay_backward,
 }
 

@@ -40,6 +40,18 @@ class Poisoned:
         self.failure, self.memory = failure, memory
 
 
+class Held:
+    """Stands in a slot for an object of the user's Python: a function that has come, or what one returned."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"object of {type(self.value).__name__}"
+
+
 def memory_of(value: object) -> torch.UntypedStorage | None:
     """Return the memory that a value in a slot is in, or would be."""
     return (
@@ -58,9 +70,50 @@ def class_name(cls: type[BaseException]) -> str:
 
 def failure(error: BaseException, *, seq: int, position: int, op: str, operands: str) -> Failure:
     """Return `error` as the value that poisons results."""
-    lines = traceback.format_exception(type(error), error, error.__traceback__) if _tells(error) else []
-    kind, text = class_name(type(error)), str(error)[:4000]
-    return Failure(seq, position, kind, text, "".join(lines)[-8000:], op, operands)
+    # An error of another process, where a member of a mesh ran, brings the traceback from there.
+    there = str(getattr(error, "traceback_there", ""))
+    told = there[-8000:] or (_traceback(error)[-8000:] if _tells(error) else "")
+    kind, text = class_name(type(error)), _text(error)[:4000]
+    return Failure(seq, position, kind, text, told, op, operands)
+
+
+def _traceback(error: BaseException) -> str:
+    """Return an error's traceback, without our own frames around the user's."""
+    told = traceback.TracebackException(type(error), error, error.__traceback__)
+    links = [told]
+    for link in links:
+        links += [other for other in (link.__cause__, link.__context__) if other is not None]
+    # Without a frame of the user's, ours tell where a defect is.
+    if any(not _is_ours(frame.filename) for link in links for frame in link.stack):
+        for link in links:
+            while link.stack and _is_ours(link.stack[0].filename):
+                del link.stack[0]
+    return "".join(told.format())
+
+
+def _is_ours(file: str) -> bool:
+    # A template's own code is named by its operator, as "<aten::mul.Tensor>".
+    return file.startswith(_OURS) or "::" in file
+
+
+def _text(error: BaseException) -> str:
+    """Return an error's text.
+
+    Where a device has no kernel for an operator, torch lists each file that registered one. A way out is
+    shorter.
+    """
+    try:
+        text = str(error)
+    # An error of the user's may raise anything there.
+    except Exception as another:
+        return f"its text cannot be had: {type(another).__name__}: {another}"
+    if not isinstance(error, NotImplementedError) or not text.startswith("Could not run '"):
+        return text
+    said, _, _ = text.partition("\n\n")
+    return (
+        f"{said}\nKeep the operands on a device that has such a kernel (most packages that build their own "
+        "have them for GPUs only): dr.nodes() lists the devices, and x.to(dr.place(node, device)) moves there"
+    )
 
 
 def _tells(error: BaseException) -> bool:

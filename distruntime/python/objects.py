@@ -1,0 +1,481 @@
+"""Objects that live on a worker, and functions that run there: `dr.remote`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, SupportsIndex, overload
+
+import msgpack
+
+from ..errors import PlacementError, ProtocolError, UsageError, drop_frames, without_our_frames
+from ..log.handle import Handle, Residence, new_value
+from ..log.line import user_line
+from ..log.spec import NO_TENSOR, spec_from_wire
+from ..operators.ask_worker import ask_specs
+from ..operators.transfer import request as request_value
+from ..operators.transfer import tensor_from
+from ..session.requests import Request
+from ..session.session import active_session, session_of_log
+from ..session.spelling import named, on_node, require_alone
+from ..tensors.fetch import Arriving, Fetchable, fetch, fetch_async
+from ..wire.codec import ALIGNED, OPERAND, tensor_bytes
+from .call import ASK, END, Callee, Code, Function, Options, invoke
+from .pickling import Operand, unpickled
+
+_set = object.__setattr__
+# What a call returns only the user knows: a tensor, a tree, or a `RemoteObject`.
+Result = Any  # type: ignore[explicit-any]
+
+
+class RemoteObject(Operand, Fetchable):
+    """An object that lives on a worker; it is freed with its proxy.
+
+    Attributes, items, calls, operators and iteration are the object's own, on its worker, in the order of the
+    program, and return at once where the result is an object. `dr.fetch(x)` and `await x` bring a copy of it
+    here. `len`, `bool`, `int`, `float`, `str` and `in` wait for their answers.
+    """
+
+    __slots__ = ("_handle", "_maker")
+
+    _maker: Callee
+
+    def __init__(self, handle: Handle, maker: Callee) -> None:
+        _set(self, "_handle", handle)
+        _set(self, "_maker", maker)
+
+    def __repr__(self) -> str:
+        return f"<remote object of {self._maker.name} on {self._handle.place.place}>"
+
+    # -- its value -------------------------------------------------------------------------------------------
+
+    def _copy(self) -> Arriving:
+        return _Pickled(self._handle)
+
+    def __await__(self) -> Generator[object, None, Result]:
+        return fetch_async(self).__await__()
+
+    # -- what it does there ----------------------------------------------------------------------------------
+
+    def _do(self, what: str, *args: object, shown: str = "") -> object:
+        """Issue what the worker does under a name with this object."""
+        maker = self._maker
+        callee = maker.child(what, shown or f"{maker.name} {what}", what)
+        return invoke(callee, _of_objects, (self, *args), {}, None, keep)
+
+    def __call__(self, *args: object, **kwargs: object) -> Result:
+        """Call it on its worker."""
+        maker = self._maker
+        return invoke(maker.child("call", maker.name, "call"), _of_objects, (self, *args), kwargs, None, keep)
+
+    @without_our_frames
+    def __getattr__(self, name: str) -> Result:
+        # Python and notebooks look for such names in every object.
+        if name.startswith("_"):
+            raise AttributeError(
+                f"{name!r} of {self!r}: names that begin with an underscore are not looked up on the worker; "
+                f"dr.remote(getattr)(x, {name!r}) does so",
+                name=name,
+                obj=None,
+            )
+        maker = self._maker
+        method = maker.child(f"method {name}", f"{maker.name}.{name}", f"method {name}")
+        if method.is_method is None:
+            # The first use of a name waits for the answer.
+            asked = self._do(f"callable {name}", shown=f"{maker.name}.{name}")
+            method.is_method = bool(fetch(asked))
+        if method.is_method:
+            return RemoteMethod(self, method, name)
+        return self._do(f"getattr {name}", shown=f"{maker.name}.{name}")
+
+    @without_our_frames
+    def __setattr__(self, name: str, value: object) -> None:
+        self._do(f"setattr {name}", value, shown=f"{self._maker.name}.{name} =")
+
+    @without_our_frames
+    def __delattr__(self, name: str) -> None:
+        self._do(f"delattr {name}", shown=f"del {self._maker.name}.{name}")
+
+    @without_our_frames
+    def __getitem__(self, key: object) -> Result:
+        return self._do("getitem", key)
+
+    @without_our_frames
+    def __setitem__(self, key: object, value: object) -> None:
+        self._do("setitem", key, value)
+
+    @without_our_frames
+    def __delitem__(self, key: object) -> None:
+        self._do("delitem", key)
+
+    @without_our_frames
+    def __iter__(self) -> Iterator[Result]:
+        return RemoteIterator(self._do("iter"))
+
+    @without_our_frames
+    def __next__(self) -> Result:
+        return _next_of(self)
+
+    # -- what Python wants here ------------------------------------------------------------------------------
+
+    def _here(self, what: str, *args: object) -> object:
+        return fetch(self._do(what, *args))
+
+    @without_our_frames
+    def __len__(self) -> int:
+        found = self._here("len")
+        assert isinstance(found, int)
+        return found
+
+    @without_our_frames
+    def __bool__(self) -> bool:
+        return bool(self._here("bool"))
+
+    @without_our_frames
+    def __int__(self) -> int:
+        return int(str(self._here("int")))
+
+    @without_our_frames
+    def __float__(self) -> float:
+        return float(str(self._here("float")))
+
+    @without_our_frames
+    def __index__(self) -> int:
+        return int(str(self._here("index")))
+
+    @without_our_frames
+    def __str__(self) -> str:
+        return str(self._here("str"))
+
+    @without_our_frames
+    def __contains__(self, item: object) -> bool:
+        return bool(self._here("contains", item))
+
+    __hash__ = object.__hash__
+
+    @without_our_frames
+    def __copy__(self) -> Result:
+        return self._do("copy")
+
+    @without_our_frames
+    def __deepcopy__(self, memo: dict[int, object]) -> Result:
+        return self._do("deepcopy")
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
+        raise UsageError(
+            f"{self!r} cannot be pickled, as it is on a worker: dr.fetch(obj) brings a copy of it, and a "
+            "function on its node takes it as an argument"
+        )
+
+
+class _Pickled:
+    """The pickle of an object that is on its way here: in the first reply, or as a tensor of bytes."""
+
+    def __init__(self, handle: Handle) -> None:
+        home, line = handle.place, user_line()
+        self._made = new_value(NO_TENSOR, home)
+        with home.node.lock:
+            fields = ["python::pickle", [OPERAND], {}, 1]
+            number = home.node.template(msgpack.packb(fields), fields)
+            self.request = ask_specs(
+                [number, handle.ref, self._made.ref], [self._made], [handle], (), home, line, False
+            )
+        self._data: Request[object] | None = None
+
+    def rest(self) -> Request[object] | None:
+        match self.request.value:
+            case [list(spec)]:
+                self._made.spec = spec_from_wire(spec)
+                self._data = request_value(self._made, "tensor")
+        return self._data
+
+    def value(self) -> object:
+        if self._data is not None:
+            data, *buffers = _parts(tensor_bytes(tensor_from(self._data, self._made.spec)))
+        else:
+            match self.request.value:
+                case [bytes(found)]:
+                    data, buffers = memoryview(found), []
+                case other:
+                    raise ProtocolError(f"a worker sent {other!r:.60} for an object")
+        return unpickled(data, buffers, session_of_log(self._made.place.node))
+
+
+def _binary(
+    what: str,
+) -> tuple[Callable[[RemoteObject, object], object], Callable[[RemoteObject, object], object]]:
+    @without_our_frames
+    def forward(self: RemoteObject, other: object) -> object:
+        return self._do(what, other)
+
+    @without_our_frames
+    def reflected(self: RemoteObject, other: object) -> object:
+        return self._do(f"reflected {what}", other)
+
+    return forward, reflected
+
+
+for _what in "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift".split():
+    _forward, _reflected = _binary(_what)
+    setattr(RemoteObject, f"__{_what.rstrip('_')}__", _forward)
+    setattr(RemoteObject, f"__r{_what.rstrip('_')}__", _reflected)
+for _what in "lt le eq ne gt ge".split():
+    setattr(RemoteObject, f"__{_what}__", _binary(_what)[0])
+for _what in "neg pos abs invert".split():
+    setattr(RemoteObject, f"__{_what}__", functools.partialmethod(RemoteObject._do, _what))
+
+
+def _parts(whole: memoryview) -> list[memoryview]:
+    """Return the parts of a parcel: see `parcel.py` of the worker's room of this name."""
+    end = 8 + int.from_bytes(whole[:8], "little")
+    found = []
+    for nbytes in msgpack.unpackb(whole[8:end]):
+        begin = -(-end // ALIGNED) * ALIGNED
+        end = begin + nbytes
+        if not 0 <= begin <= end <= len(whole):
+            raise ProtocolError("a worker sent a parcel whose parts are not in it")
+        found.append(whole[begin:end])
+    return found
+
+
+class RemoteMethod(RemoteObject):
+    """A method of an object on a worker. A call is one instruction."""
+
+    __slots__ = ("_name", "_owner")
+
+    _name: str
+    _owner: RemoteObject
+
+    def __init__(self, owner: RemoteObject, maker: Callee, name: str) -> None:
+        _set(self, "_owner", owner)
+        _set(self, "_maker", maker)
+        _set(self, "_name", name)
+
+    @without_our_frames
+    def __getattr__(self, name: str) -> Result:
+        if name == "_handle":
+            # Whoever wants the method as a value gets it here.
+            callee = self._maker.child("getattr", self._maker.name, f"getattr {self._name}")
+            found = invoke(callee, _kept, (self._owner,), {}, None, keep)
+            assert isinstance(found, RemoteObject)
+            _set(self, "_handle", found._handle)
+            return found._handle
+        return super().__getattr__(name)
+
+    def __call__(self, *args: object, **kwargs: object) -> Result:
+        """Call the method on the object's worker."""
+        try:
+            return invoke(self._maker, _of_objects, (self._owner, *args), kwargs, None, keep)
+        except BaseException as error:
+            drop_frames(error)
+            raise
+
+
+class RemoteIterator:
+    """An iterator on a worker: each item is one round trip, as only the worker knows where the end is."""
+
+    def __init__(self, held: object) -> None:
+        self._held = held
+
+    @without_our_frames
+    def __iter__(self) -> RemoteIterator:
+        return self
+
+    @without_our_frames
+    def __next__(self) -> Result:
+        return _next_of(self._held)
+
+
+def _next_of(held: object) -> object:
+    assert isinstance(held, RemoteObject)
+    maker = held._maker
+    callee = maker.child("next", f"next of {maker.name}", "next")
+    found = invoke(callee, _asking, (held,), {}, None, keep)
+    if found is END:
+        raise StopIteration
+    return found
+
+
+def keep(handle: Handle, callee: Callee) -> RemoteObject:
+    """Return the proxy of an object that a call has made."""
+    return RemoteObject(handle, callee)
+
+
+_of_objects = Options()
+_asking = Options(returns=ASK)
+_kept = Options(returns=object)
+
+
+def residence_of(place: object, node: int | None) -> Residence | None:
+    """Return the place that `place` or `node` names; None where nothing is named."""
+    if place is None and node is None:
+        return None
+    places = active_session().places
+    if place is None:
+        assert node is not None
+        return places.residence(on_node(places, node))
+    require_alone(place, "node", node)
+    found = named(places, getattr(place, "device", place))
+    if found is None:
+        raise PlacementError(f"place={place!r:.60}: expected dr.place(node, device), x.device or a mesh")
+    return found
+
+
+class RemoteFunction:
+    """A function or a class that runs on workers: see `remote`."""
+
+    def __init__(self, thing: Function, place: object, node: int | None, options: Options) -> None:
+        if not callable(thing):
+            raise UsageError(f"dr.remote takes a function or a class, got {thing!r:.60}")
+        functools.update_wrapper(self, thing)
+        name = getattr(thing, "__qualname__", type(thing).__name__).replace("<locals>.", "")
+        self._thing, self._name = thing, name
+        self._callee: Callee | None = None
+        self._place, self._node, self._options = place, node, options
+        self._own = _parameters(thing)
+
+    def __repr__(self) -> str:
+        return f"<remote function {self._name}>"
+
+    def options(
+        self,
+        *,
+        place: object = None,
+        node: int | None = None,
+        returns: object = None,
+        writes: object = None,
+        random: bool | None = None,
+        timeout: float | None = None,
+    ) -> RemoteFunction:
+        """Return this function with other options: see `remote`."""
+        made = object.__new__(RemoteFunction)
+        made.__dict__.update(self.__dict__)
+        if place is not None or node is not None:
+            made._place, made._node = place, node
+        was = self._options
+        made._options = Options(
+            was.returns if returns is None else returns,
+            was.writes if writes is None else _positions(self._thing, writes),
+            was.random if random is None else random,
+            was.timeout if timeout is None else timeout,
+        )
+        return made
+
+    def __call__(self, *args: object, **kwargs: object) -> Result:
+        """Run it on a worker: see `remote`."""
+        try:
+            callee = self._callee or self.callee()
+            home = self._home(kwargs) if kwargs or self._placed else None
+            return invoke(callee, self._options, args, kwargs, home, keep)
+        except BaseException as error:
+            drop_frames(error)
+            raise
+
+    def callee(self) -> Callee:
+        """Return what is called, pickled at the first call: what it names may be defined after it."""
+        if self._callee is None:
+            self._callee = Code.callee(self._thing, self._name)
+        return self._callee
+
+    @property
+    def _placed(self) -> bool:
+        return self._place is not None or self._node is not None
+
+    def _home(self, kwargs: dict[str, object]) -> Residence | None:
+        place, node = self._place, self._node
+        if "place" in kwargs and "place" not in self._own:
+            place, node = kwargs.pop("place"), None
+        if "node" in kwargs and "node" not in self._own:
+            given = kwargs.pop("node")
+            require_alone(place, "node", given) if place is not None else None
+            node = given  # type: ignore[assignment]
+        return residence_of(place, node)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A function that calls another gets the plain one: it is on a worker already.
+        return _plain, (self._thing,)
+
+
+def _plain(thing: object) -> object:
+    return thing
+
+
+def _parameters(thing: object) -> frozenset[str]:
+    """Return the names of a function's own parameters, as far as Python knows them."""
+    try:
+        found = inspect.signature(thing).parameters  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return frozenset()
+    return frozenset(name for name, p in found.items() if p.kind is not p.VAR_KEYWORD)
+
+
+def _positions(thing: object, writes: object) -> tuple[int, ...] | None:
+    """Return the numbers of the arguments that `writes` names, by number or by name."""
+    if writes is None:
+        return None
+    given = [writes] if isinstance(writes, (int, str)) else writes
+    assert isinstance(given, (tuple, list))
+    names = [*inspect.signature(thing).parameters] if any(isinstance(w, str) for w in given) else []  # type: ignore[arg-type]
+    return tuple(names.index(w) if isinstance(w, str) else int(w) for w in given)
+
+
+@overload
+def remote(
+    fn: Function,
+    *,
+    place: object = None,
+    node: int | None = None,
+    returns: object = None,
+    writes: object = None,
+    random: bool = True,
+    timeout: float | None = None,
+) -> RemoteFunction: ...
+
+
+@overload
+def remote(
+    fn: None = None,
+    *,
+    place: object = None,
+    node: int | None = None,
+    returns: object = None,
+    writes: object = None,
+    random: bool = True,
+    timeout: float | None = None,
+) -> Callable[[Function], RemoteFunction]: ...
+
+
+@without_our_frames
+def remote(
+    fn: Function | None = None,
+    *,
+    place: object = None,
+    node: int | None = None,
+    returns: object = None,
+    writes: object = None,
+    random: bool = True,
+    timeout: float | None = None,
+) -> RemoteFunction | Callable[[Function], RemoteFunction]:
+    """Return a function (or a class) that runs on workers; also a decorator.
+
+    A call is one more instruction of the log, on the current stream: it returns at once, and its failure
+    comes up where a result is read. It runs where its remote arguments are, or at `place` or on `node` (these
+    may also stand in the call), or at the current place. The body gets real tensors. Tensor results are
+    proxies; a tuple of results is a tuple; anything else is a `RemoteObject`.
+
+    `returns` says what comes back: an example (tensors of `device="meta"` do, and tuples, lists and dicts), a
+    function of the arguments that returns one, "fake" to find out by running `fn` here on metadata, `object`
+    for no tensor, "ask" to wait for the worker's answer at each call. By default the first call with operands
+    of given sizes waits for that answer, and later ones expect the same. `writes` names the arguments that
+    `fn` changes in place: others can then be read while it runs. `random=False` says that it draws nothing,
+    and so need not keep the order of draws on other streams. `timeout` is in seconds.
+
+    The function travels once to each worker. A worker that was started with `--no-functions` runs none.
+    """
+    if fn is None:
+        return functools.partial(
+            remote, place=place, node=node, returns=returns, writes=writes, random=random, timeout=timeout
+        )
+    kind = object if returns is None and isinstance(fn, type) else returns
+    return RemoteFunction(fn, place, node, Options(kind, _positions(fn, writes), random, timeout))

@@ -1,0 +1,46 @@
+"""Functions of this package that run on workers: they travel there as the user's own do, with their bodies.
+
+They are in the modules whose names begin with "sent_".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from ..errors import PlacementError
+from ..log.handle import Place, Residence
+from ..session.session import active_session
+from ..session.spelling import is_node, named, on_node
+from .call import Callee, Code, Options, invoke
+from .objects import RemoteObject
+
+Function = Callable[..., object]  # type: ignore[explicit-any]
+_objects = Options(returns=object, random=False)
+
+
+@functools.cache
+def callee_of(function: Function, name: str) -> Callee:
+    """Return the callee of a function that travels. `name` is what errors call it."""
+    return Code.callee(function, name)
+
+
+def run_at(
+    home: Residence, function: Function, name: str, *args: object, options: Options = _objects
+) -> object:
+    """Call a function on a worker. Return its result at once: an object there, unless `options` say more."""
+    return invoke(callee_of(function, name), options, args, {}, home, RemoteObject)
+
+
+def host(node: object) -> Residence:
+    """Return the CPU of the node that is meant, by its number or by one of its places."""
+    places = active_session().places
+    place = node if is_node(node) else getattr(named(places, node), "place", None)
+    if isinstance(place, Place) and not place.members:
+        place = place.node
+    if not is_node(place):
+        raise PlacementError(f"expected the number of a node, or one of its places; got {node!r:.80}")
+    have = places.devices(place)
+    found = places.residence(on_node(places, place, "cpu" if "cpu" in have else have[0]), numbered=False)
+    found.node.require_alive()
+    return found

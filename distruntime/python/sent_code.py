@@ -1,0 +1,95 @@
+"""What a worker does with packages of the user's that come, and what it says of those that it has.
+
+These functions travel to workers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import zipfile
+from contextlib import suppress
+from types import ModuleType
+
+import torch
+
+from distruntime.wire.identity import has_died, process
+
+PREFIX = "distruntime-code-"
+# This module has the state, as each function that travels comes with globals of its own.
+STATE = "_distruntime_shipped"
+
+
+def install(archive: torch.Tensor, name: str, tops: list[str], digest: str) -> None:
+    """Unpack an archive, let its modules be imported before others, and forget what of them was imported."""
+    state = sys.modules.setdefault(STATE, ModuleType(STATE))
+    known: dict[str, tuple[str, str]] = state.__dict__.setdefault("known", {})
+    before = known.get(name)
+    # Several sessions may share this process, and data loaders' processes may read the older folder still.
+    if before is not None and before[0] == digest:
+        return
+    folder = tempfile.mkdtemp(prefix=f"{name[:40]}-", dir=_folder(state))
+    with zipfile.ZipFile(io.BytesIO(bytes(archive.numpy()))) as packed:
+        packed.extractall(folder)
+    if before is not None:
+        with suppress(ValueError):
+            sys.path.remove(before[1])
+    sys.path.insert(0, folder)
+    known[name] = digest, folder
+    for module in [m for m in sys.modules if m.partition(".")[0] in tops]:
+        del sys.modules[module]
+    importlib.invalidate_caches()
+
+
+def _folder(state: ModuleType) -> str:
+    """Return this process's folder for packages. It is removed when the process ends, else by the next one
+    of this user's.
+    """
+    found: str | None = state.__dict__.get("folder")
+    if found is not None:
+        return found
+    base = tempfile.gettempdir()
+    for other in os.listdir(base):
+        # The folder is gone meanwhile, or is another user's, or is not one of ours.
+        with suppress(OSError, ValueError):
+            path = os.path.join(base, other)
+            if other.startswith(PREFIX) and os.stat(path).st_uid == os.geteuid():
+                with open(os.path.join(path, "process"), encoding="utf-8") as file:
+                    if has_died(json.load(file)):
+                        shutil.rmtree(path, ignore_errors=True)
+    made = state.__dict__["folder"] = tempfile.mkdtemp(prefix=PREFIX)
+    with open(os.path.join(made, "process"), "w", encoding="utf-8") as file:
+        json.dump(process(), file)
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, of torch and of each installed package, by name."""
+    found = {
+        normal(d.metadata["Name"]): d.version
+        for d in importlib.metadata.distributions()
+        if d.metadata["Name"]
+    }
+    state = sys.modules.get(STATE)
+    for name, (digest, _) in (state.__dict__.get("known", {}) if state is not None else {}).items():
+        found[normal(name)] = shown(digest)
+    return {**found, "python": platform.python_version(), "torch": str(torch.__version__)}
+
+
+def normal(name: str) -> str:
+    """Return a package's name in one spelling."""
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+def shown(digest: str) -> str:
+    """Return what stands for the version of a package that was shipped."""
+    return f"shipped {digest[:8]}"

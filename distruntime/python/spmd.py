@@ -1,0 +1,338 @@
+"""`dr.spmd`: a function that runs once for each member of a mesh, as a rank of torch.distributed.
+
+A call is one instruction for each worker of the mesh, which runs the function in the processes of its
+members. What is read of the results is asked for afterwards, so that no worker waits for another's answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Generic, ParamSpec, TypeVar, overload
+
+import torch
+
+from ..errors import InternalError, PlacementError, UsageError, drop_frames, without_our_frames
+from ..log.handle import Handle
+from ..log.ledger import BESIDE
+from ..log.node import Node
+from ..log.shards import member_of, mesh_of
+from ..mesh.mesh import DeviceMesh
+from ..operators.proxies import wrap
+from ..session.meeting import proposed
+from ..session.session import session_of_log
+from ..tensors.fetch import fetch
+from ..tensors.tensor import DistributedTensor
+from .call import Callee, Options, invoke, upload_bytes
+from .objects import RemoteObject
+from .pickling import Operand, pack, pack_code
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_of_objects = Options(returns=object)
+# So many functions are kept on a worker for each mesh, those that were called last.
+_MOST_CODE = 256
+
+
+class ByRank(list[object], Operand):
+    """What the members of a mesh have returned, by rank, where that is no tensor of the mesh.
+
+    An item is a `RemoteObject`, which `dr.fetch` brings, or a tensor at its member. An object of a class that
+    is no plain value stays in its member's process. A function of `dr.spmd` that gets the list as an argument
+    gets its own member's item.
+    """
+
+    @property
+    def _handle(self) -> Handle:  # type: ignore[override]
+        raise UsageError(
+            "a list by rank goes to functions of dr.spmd, where each member gets its item: pass one item to "
+            "a function of dr.remote"
+        )
+
+
+# A list by rank is opened where results are, as by `dr.fetch`.
+torch.utils._pytree.register_pytree_node(
+    ByRank, lambda ranks: ([*ranks], None), lambda items, _: [*items], serialized_type_name="dr.ByRank"
+)
+
+
+class _Sent(Operand):
+    """What was sent to a worker."""
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+
+def _keep(handle: Handle, callee: Callee) -> RemoteObject:
+    return RemoteObject(handle, callee)
+
+
+class _Team:
+    """The members' processes of one mesh: an object on each of its workers."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        log = mesh._mesh_log
+        self.log, self.home = log, mesh._home
+        self.places = {
+            node: log.session.places.residence(log.members[ranks[0]], numbered=False)
+            for node, ranks in log.ranks.items()
+        }
+        self._callee = Callee("dr.spmd", "members")
+        self._calls = count()
+        self._members: dict[Node, RemoteObject] = {}
+        for number, (node, ranks) in enumerate(log.ranks.items()):
+            devices = [str(log.members[k].local_device) for k in ranks]
+            args = (ranks, len(log.members), number, len(log.ranks), devices)
+            made = invoke(self._callee, _of_objects, args, {}, self.places[node], _keep)
+            assert isinstance(made, RemoteObject)
+            self._members[node] = made
+        node, first = next(iter(self._members.items()))
+        listen = Callee("dr.spmd", "method listen")
+        found = fetch(invoke(listen, _of_objects, (first, proposed(node)), {}, None, _keep))
+        match found:
+            case (str(host), int(port)):
+                self._address = host, port
+            case _:
+                raise InternalError(f"a worker's store is at {found!r:.80}")
+        self._code: dict[bytes, dict[Node, Handle]] = {}
+        self._callees: dict[tuple[object, ...], Callee] = {}
+
+    def _code_at(self, digest: bytes, code: bytes, node: Node) -> _Sent:
+        there = self._code.pop(digest, {})
+        if node not in there:
+            there[node] = upload_bytes(code, self.places[node])
+        while len(self._code) >= _MOST_CODE:
+            self._code.pop(next(iter(self._code)))
+        # The one that was called last stands last.
+        self._code[digest] = there
+        return _Sent(there[node])
+
+    def call(
+        self,
+        name: str,
+        digest: bytes,
+        code: bytes,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        returns: object,
+        timeout: float | None,
+    ) -> object:
+        """Issue a call; return its result. Block where only the workers can tell what it is."""
+        session_of_log(self.log).require_open()
+        packed, given = pack(args, kwargs)
+        operands, wants = self._operands(name, given)
+        call = next(self._calls)
+        callee = self._callee_of(name, digest, packed, operands, wants)
+        running: dict[Node, object] = {}
+        # Whatever has to be sent is sent before the first worker begins.
+        sent = {node: self._code_at(digest, code, node) for node in self._members}
+        for node, members in self._members.items():
+            own = [[self._at(operand, k) for operand in operands] for k in self.log.ranks[node]]
+            running[node] = invoke(
+                callee.child("beside", f"{name}{BESIDE}", "method run") if running else callee,
+                _of_objects,
+                (
+                    members, call, *self._address, name, digest, sent[node], packed, own,
+                    wants, torch.is_grad_enabled(), timeout,
+                ),
+                {},
+                None,
+                _keep,
+            )  # fmt: skip
+        if len(running) > 1:
+            after = self._callee.child("after", name, "method after")
+            for members in self._members.values():
+                invoke(after, _of_objects, (members, call, name), {}, None, _keep)
+        options = Options(returns=returns)
+        found = [
+            invoke(
+                callee.child(f"rank {k}", name, "method take"),
+                options,
+                (running[node], lane),
+                {},
+                None,
+                _keep,
+            )
+            for k, (node, lane) in enumerate(self.log.lanes)
+        ]
+        return self._joined(found)
+
+    def _callee_of(
+        self,
+        name: str,
+        digest: bytes,
+        packed: bytes,
+        operands: Sequence[object],
+        wants: Sequence[list[int] | None],
+    ) -> Callee:
+        """Return what remembers the results of a call: one for each function and sizes of its operands."""
+        specs = [x._handle.spec if isinstance(x, DistributedTensor) else None for x in operands]
+        short = packed if len(packed) <= 256 else hashlib.sha256(packed).digest()
+        key = digest, short, tuple(specs), str(wants)
+        found = self._callees.pop(key, None) or Callee(name, "method run")
+        while len(self._callees) >= _MOST_CODE:
+            self._callees.pop(next(iter(self._callees)))
+        self._callees[key] = found
+        return found
+
+    def _operands(
+        self, name: str, given: Sequence[torch.Tensor | Operand]
+    ) -> tuple[list[object], list[list[int] | None]]:
+        """Return the operands of a call, the gradients of parameters last, and what each is at the caller."""
+        operands: list[object] = [*given]
+        wants: list[list[int] | None] = []
+        for operand in given:
+            if isinstance(operand, ByRank):
+                if len(operand) != len(self.log.members):
+                    raise UsageError(
+                        f"{name} got a list by {len(operand)} ranks, and its mesh has "
+                        f"{len(self.log.members)}: a list by rank goes to functions of the mesh that it came "
+                        "from"
+                    )
+                wants.append(None)
+                continue
+            if isinstance(operand, DistributedTensor):
+                if operand._handle.place is not self.home:
+                    raise PlacementError(
+                        f"{name} runs on the members of {self.home.place}, and one of its arguments is on "
+                        f"{operand._handle.place}: move it there, x.to(mesh.device)"
+                    )
+                gradient = operand.grad if operand.requires_grad and operand.is_leaf else None
+                number = -1
+                if isinstance(gradient, DistributedTensor):
+                    number = len(operands)
+                    operands.append(gradient)
+                parameter = isinstance(operand, torch.nn.Parameter)
+                wants.append([int(operand.requires_grad), int(parameter), number])
+                continue
+            # A local tensor is sent to each worker.
+            if len(self.log.ranks) > 1 and not isinstance(operand, torch.Tensor):
+                raise PlacementError(
+                    f"{name} runs on {len(self.log.ranks)} workers, and one of its arguments is an object of "
+                    "one of them: dr.fetch(x) brings a copy that can be passed"
+                )
+            wants.append(None)
+        return operands, wants
+
+    def _at(self, operand: object, k: int) -> object:
+        """Return what the `k`-th member gets of an operand."""
+        if isinstance(operand, ByRank):
+            return operand[k]
+        if isinstance(operand, DistributedTensor):
+            return wrap(DistributedTensor, member_of(operand._handle, k))
+        return operand
+
+    def _joined(self, found: list[object]) -> object:
+        """Return the members' results as one: tensors of one size as the mesh's tensor."""
+        first = found[0]
+        if all(isinstance(x, DistributedTensor) for x in found):
+            tensors = [x for x in found if isinstance(x, DistributedTensor)]
+            if len({id(x._handle.spec) for x in tensors}) == 1:
+                return wrap(DistributedTensor, mesh_of(self.log, self.home, [x._handle for x in tensors]))
+            return ByRank(found)
+        lists = [x for x in found if isinstance(x, (tuple, list)) and type(x) is type(first)]
+        if type(first) in (tuple, list) and len({len(x) for x in lists}) == 1 and len(lists) == len(found):
+            items = [self._joined([*row]) for row in zip(*lists)]
+            return items if type(first) is list else tuple(items)
+        dicts = [x for x in found if type(x) is dict]
+        if type(first) is dict and len(dicts) == len(found) and all([*x] == [*first] for x in dicts):
+            return {key: self._joined([x[key] for x in dicts]) for key in first}
+        return ByRank(found)
+
+
+def _team_of(mesh: DeviceMesh) -> _Team:
+    kept = mesh._whole._kept
+    found: _Team | None = kept.get("spmd")
+    if found is None:
+        found = kept["spmd"] = _Team(mesh)
+    return found
+
+
+class SpmdFunction(Generic[P, R]):
+    """A function that runs on the members of a mesh: see `spmd`."""
+
+    def __init__(self, fn: Callable[P, R], mesh: DeviceMesh, returns: object, timeout: float | None) -> None:
+        if not callable(fn) or isinstance(fn, type):
+            raise UsageError(f"dr.spmd(mesh) takes a function, got {fn!r:.60}")
+        functools.update_wrapper(self, fn)
+        self._fn, self._mesh = fn, mesh
+        self._name = getattr(fn, "__qualname__", type(fn).__name__).replace("<locals>.", "")
+        self._returns, self._timeout = returns, timeout
+        self._code: tuple[bytes, bytes] | None = None
+
+    def __repr__(self) -> str:
+        return f"<function {self._name} on the members of {self._mesh!r}>"
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run it on each member: see `spmd`."""
+        try:
+            if self._code is None:
+                # It is pickled at the first call: what it names may be defined after it.
+                code = pack_code(self._fn, self._name)
+                self._code = hashlib.sha256(code).digest(), code
+            # Its type is the function's own, which is right of tensors.
+            found: R = _team_of(self._mesh).call(  # type: ignore[assignment]
+                self._name, *self._code, args, kwargs, self._returns, self._timeout
+            )
+            return found
+        except BaseException as error:
+            drop_frames(error)
+            raise
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A function that calls another is a rank already.
+        return _plain, (self._fn,)
+
+
+def _plain(thing: object) -> object:
+    return thing
+
+
+@overload
+def spmd(
+    mesh: DeviceMesh, fn: Callable[P, R], *, returns: object = None, timeout: float | None = None
+) -> SpmdFunction[P, R]: ...
+
+
+@overload
+def spmd(
+    mesh: DeviceMesh, fn: None = None, *, returns: object = None, timeout: float | None = None
+) -> Callable[[Callable[P, R]], SpmdFunction[P, R]]: ...
+
+
+@without_our_frames
+def spmd(
+    mesh: DeviceMesh,
+    fn: Callable[P, R] | None = None,
+    *,
+    returns: object = None,
+    timeout: float | None = None,
+) -> SpmdFunction[P, R] | Callable[[Callable[P, R]], SpmdFunction[P, R]]:
+    """Return a function that runs once for each member of a mesh; also a decorator, `@dr.spmd(mesh)`.
+
+    Each member runs it in a process of its own on its worker, as a rank of `torch.distributed`, which is
+    initialised: gloo for CPUs, and NCCL for NVIDIA GPUs. A tensor of the mesh arrives as the member's own
+    shard, in shared memory: what the function writes into it is there afterwards, and so is the gradient of a
+    parameter that had one. All else arrives as it is. A call is an instruction of the log: it returns at
+    once, except that the first one with arguments of given sizes waits to hear what it returns.
+
+    Tensors of one size become a tensor of the mesh. Tuples, lists and dicts are opened. All else comes as a
+    list by rank. `dr.fetch` brings its values; a model or an optimizer in it stays in its member's process,
+    and a later call that gets the list gets its member's item.
+
+    If a member raises, the call fails with its error, the other members are ended, and the next call starts
+    new processes. `timeout` is in seconds. `returns` is as with `dr.remote`, for one member's result.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise UsageError(f"dr.spmd takes a mesh, got {mesh!r:.60}: dr.init_device_mesh makes one")
+    if fn is None:
+
+        def decorated(fn: Callable[P, R]) -> SpmdFunction[P, R]:
+            return SpmdFunction(fn, mesh, returns, timeout)
+
+        return decorated
+    return SpmdFunction(fn, mesh, returns, timeout)

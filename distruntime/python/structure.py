@@ -1,0 +1,129 @@
+"""What a function returns, as it is known here: its structure, and the proxies that are made of it.
+
+See `structure.py` of the worker's room of this name: a structure is "object", or a list that begins with
+"tensor", "tuple", "list" or "dict".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from ..errors import InternalError, ProtocolError, UsageError
+from ..log.handle import Handle, HeldStorage, Residence, Storage, next_ref
+from ..log.replies import is_spec
+from ..log.spec import NO_TENSOR, Spec, spec_from_wire, spec_of
+
+OBJECT = "object"
+END = "end"
+# An object that is None.
+NOTHING = "nothing"
+_OWN, FIRST_NAME = -1, 1 << 20
+_DEEPEST = 16
+
+
+def require(structure: object, operands: int, depth: int = 0) -> object:
+    """Return a structure that a worker has sent; raise `ProtocolError` where it is none."""
+    match structure:
+        case "object":
+            return structure
+        case "end" | "nothing" if depth == 0:
+            return structure
+        case ["tensor", *spec, bool(_), int(memory)] if is_spec(spec):
+            if -1 <= memory < operands or memory >= FIRST_NAME:
+                return structure
+        case ["tuple" | "list", *parts] if depth <= _DEEPEST:
+            for part in parts:
+                require(part, operands, depth + 1)
+            return structure
+        case ["dict", list(keys), *parts] if depth <= _DEEPEST and len(keys) == len(parts):
+            for part in parts:
+                require(part, operands, depth + 1)
+            return structure
+    raise ProtocolError(f"not the structure of a result: {structure!r:.80}")
+
+
+def leaves(structure: object) -> Iterator[Sequence[object]]:
+    """Yield the fields of each tensor of a structure; nothing for each object."""
+    match structure:
+        case ["tensor", *fields]:
+            yield fields
+        case ["tuple" | "list", *parts] | ["dict", list(_), *parts]:
+            for part in parts:
+                yield from leaves(part)
+        case _:
+            yield ()
+
+
+def repeats(structure: object) -> bool:
+    """Whether another call may be expected to return the same: no result is in memory that objects hold."""
+    return structure != END and all(
+        not fields or memory_of(fields) < FIRST_NAME for fields in leaves(structure)
+    )
+
+
+def memory_of(fields: Sequence[object]) -> int:
+    memory = fields[-1]
+    assert isinstance(memory, int)
+    return memory
+
+
+def wants_grad(fields: Sequence[object]) -> bool:
+    """Whether a leaf is a tensor that requires grad."""
+    return bool(fields) and fields[-2] is True
+
+
+def handles_of(structure: object, home: Residence, operands: Sequence[Handle]) -> list[Handle]:
+    """Return a new handle for each leaf, in the memory that it is in."""
+    found = []
+    for fields in leaves(structure):
+        if not fields:
+            found.append(Handle(next_ref(), NO_TENSOR, home, Storage(NO_TENSOR)))
+            continue
+        spec, memory = spec_from_wire(list(fields[:5])), memory_of(fields)
+        if memory == _OWN:
+            storage = Storage(spec)
+        elif memory < FIRST_NAME:
+            storage = operands[memory].storage
+        else:
+            held = home.memories.get(memory) or HeldStorage(spec)
+            storage = home.memories[memory] = held
+        found.append(Handle(next_ref(), spec, home, storage))
+    return found
+
+
+def built(structure: object, values: Iterator[object]) -> object:
+    """Return a result of its leaves."""
+    match structure:
+        case ["tuple", *parts]:
+            return tuple([built(part, values) for part in parts])
+        case ["list", *parts]:
+            return [built(part, values) for part in parts]
+        case ["dict", list(keys), *parts]:
+            return {key: built(part, values) for key, part in zip(keys, parts)}
+    for value in values:
+        return value
+    raise InternalError("a result has fewer leaves than its structure")
+
+
+# -- declared ------------------------------------------------------------------------------------------------
+
+
+def declared(returns: object) -> object:
+    """Return the structure of what `returns` shows by example: tensors of any device stand for metadata."""
+    if returns is object:
+        return OBJECT
+    if isinstance(returns, torch.Tensor):
+        handle = getattr(returns, "_handle", None)
+        spec: Spec = handle.spec if isinstance(handle, Handle) else spec_of(returns)
+        return ["tensor", *spec.wire(), returns.requires_grad, _OWN]
+    if isinstance(returns, (tuple, list)) and type(returns) in (tuple, list):
+        return [type(returns).__name__, *map(declared, returns)]
+    if isinstance(returns, Mapping):
+        return ["dict", [*returns], *map(declared, returns.values())]
+    raise UsageError(
+        f"returns={returns!r:.60}: expected an example of the result (tensors, also of device='meta', and "
+        'tuples, lists and dicts of them), object, "ask", "fake", or a function of the arguments that '
+        "returns such an example"
+    )

@@ -1,0 +1,101 @@
+"""What comes back of a call: tensors, or objects, and whose memory they are in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import distruntime as dr
+from agree import REMOTE
+
+pytestmark = pytest.mark.usefixtures("session")
+
+
+class Table:
+    """Something of everything."""
+
+    def __init__(self) -> None:
+        self.items = {"count": 1, "weights": torch.ones(2)}
+        self.last: Any = None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.items[name]
+
+    def fill(self) -> None:
+        """Have a tensor where there was none."""
+        self.last = torch.zeros(2)
+
+
+def if_wanted(x: Any, wanted: bool) -> Any:
+    return x + 1 if wanted else None
+
+
+def second(x: Any, y: Any) -> Any:
+    return y
+
+
+def test_an_object_under_one_name_is_no_reason_to_expect_one_under_another() -> None:
+    table: Any = dr.remote(Table)()
+    assert dr.fetch(table["count"]) == 1
+    assert isinstance(table["weights"], torch.Tensor)
+    assert table["weights"].tolist() == [1.0, 1.0]
+    assert dr.fetch(table["count"]) == 1
+
+
+def test_an_attribute_that_was_none_may_become_a_tensor() -> None:
+    table: Any = dr.remote(Table)()
+    assert dr.fetch(table.last) is None
+    table.fill()
+    assert isinstance(table.last, torch.Tensor)
+    assert table.last.tolist() == [0.0, 0.0]
+    first: Any = dr.remote(torch.nn.Linear)(2, 2, bias=False)
+    assert dr.fetch(first.bias) is None
+    assert isinstance(dr.remote(torch.nn.Linear)(2, 2).bias, torch.Tensor)
+
+
+def test_a_flag_decides_about_the_result() -> None:
+    f: Any = dr.remote(if_wanted)
+    x = torch.ones(2, device=REMOTE)
+    for _ in range(2):
+        assert dr.fetch(f(x, False)) is None
+        assert isinstance(f(x, True), torch.Tensor)
+        assert f(x, True).tolist() == [2.0, 2.0]
+
+
+def test_operands_in_one_memory_say_nothing_about_operands_in_two() -> None:
+    f: Any = dr.remote(second)
+    a, b = torch.zeros(2, device=REMOTE), torch.zeros(2, device=REMOTE)
+    f(a, a)
+    found = f(a, b)
+    assert found._handle.storage is b._handle.storage
+    f(a, a.view(2))
+    assert f(a, b)._handle.storage is b._handle.storage
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+def test_an_example_may_be_any_tree(kind: Any) -> None:
+    one = torch.empty(2, device="meta")
+    example = {"a": one, "b": one} if kind is dict else kind((one, one))
+
+    def f(x: Any) -> Any:
+        return {"a": x, "b": x + 1} if kind is dict else kind((x, x + 1))
+
+    g: Any = dr.remote(f, returns=example)
+    for _ in range(2):
+        found = g(torch.ones(2, device=REMOTE))
+        assert type(found) is kind
+        assert (found["b"] if kind is dict else found[1]).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_tensors_that_cannot_be_proxies_are_objects() -> None:
+    x = torch.eye(2, device=REMOTE)
+    sparse: Any = dr.remote(lambda x: x.to_sparse())(x)
+    assert dr.fetch(sparse).layout is torch.sparse_coo
+    assert sparse.to_dense().tolist() == [[1.0, 0.0], [0.0, 1.0]]
+    both: Any = dr.remote(lambda x: (x + 1, x.to_sparse(), torch.empty(3, device="meta")))(x)
+    assert both[0].sum().item() == 6.0
+    assert dr.fetch(both[1]).layout is torch.sparse_coo
+    assert dr.fetch(both[2]).is_meta

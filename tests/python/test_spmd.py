@@ -1,0 +1,353 @@
+"""`dr.spmd`: a function runs once for each member of a mesh, as a rank of torch.distributed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import distruntime as dr
+from processes import state, until
+
+
+def ranks(mesh: dr.DeviceMesh) -> list[torch.Tensor]:
+    return [torch.full((3,), float(k)) for k in range(mesh.size())]
+
+
+def serial(steps: int, rate: float = 0.1) -> tuple[nn.Module, list[float]]:
+    """Train a small model on the whole batch, here."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    x = torch.randn(8, 4)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model, losses
+
+
+# -- arguments and results -----------------------------------------------------------------------------------
+
+
+def test_each_member_runs_it_on_its_shard(mesh: dr.DeviceMesh) -> None:
+    @dr.spmd(mesh)
+    def f(x: torch.Tensor, factor: float) -> tuple[torch.Tensor, int, str, dict[str, torch.Tensor]]:
+        assert type(x) is torch.Tensor
+        total = x.clone()
+        dist.all_reduce(total)
+        names = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT"
+        there = " ".join(os.environ[name] for name in names.split()[:3])
+        assert all(os.environ[name] for name in names.split())
+        return total * factor, dist.get_rank(), there, {"own": x + 1}
+
+    x = dr.from_shards(ranks(mesh), mesh)
+    total, rank, there, named = f(x, 2.0)
+    assert [t.tolist() for t in dr.shards(total)] == [[2.0] * 3] * 2
+    assert dr.fetch(rank) == [0, 1]
+    assert dr.fetch(there) == ["0 2 0", "1 2 0"]
+    assert [t.tolist() for t in dr.shards(named["own"] * 1)] == [[1.0] * 3, [2.0] * 3]
+
+
+def test_what_it_writes_into_a_shard_is_there_afterwards(mesh: dr.DeviceMesh) -> None:
+    @dr.spmd(mesh)
+    def write(x: torch.Tensor) -> None:
+        x[1:] += 10 + dist.get_rank()
+
+    x = torch.zeros(3, device=mesh.device)
+    row, before = x[1:], x.clone()
+    write(x[:])
+    write(x)
+    assert [t.tolist() for t in dr.shards(x)] == [[0, 20, 20], [0, 22, 22]]
+    assert [t.tolist() for t in dr.shards(row)] == [[20, 20], [22, 22]]
+    assert not before.any()
+
+
+def test_a_known_call_waits_for_nothing(mesh: dr.DeviceMesh) -> None:
+    @dr.spmd(mesh)
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    x = torch.ones(2, device=mesh.device)
+    double(x)
+    dr.set_sync_debug_mode("error")
+    try:
+        y = double(double(x))
+    finally:
+        dr.set_sync_debug_mode("default")
+    assert y.tolist() == [4.0, 4.0]
+
+
+def test_local_tensors_and_arrays_arrive(mesh: dr.DeviceMesh) -> None:
+    found = dr.spmd(mesh, lambda x, y, z: (x + z["y"].sum(), float(y.sum())))(
+        torch.ones(2), torch.arange(1 << 15).numpy(), {"y": torch.ones(2, device=mesh.device)}
+    )
+    assert found[0].tolist() == [3.0, 3.0]
+    assert dr.fetch(found[1]) == [float(sum(range(1 << 15)))] * 2
+
+
+def test_sizes_that_differ_come_as_a_list(mesh: dr.DeviceMesh) -> None:
+    found = dr.spmd(mesh, lambda: torch.ones(1 + dist.get_rank()))()
+    assert [t.tolist() for t in found] == [[1.0], [1.0, 1.0]]
+    assert [t.place.node for t in found] == [0, 1]
+
+
+def test_an_argument_elsewhere_is_refused(mesh: dr.DeviceMesh) -> None:
+    with pytest.raises(dr.PlacementError, match=r"x\.to\(mesh\.device\)"):
+        dr.spmd(mesh, lambda x: x)(torch.ones(2, device="remote"))
+    with pytest.raises(dr.UsageError, match="takes a mesh"):
+        dr.spmd(3)  # type: ignore[call-overload]
+
+
+def test_objects_stay_with_their_members(mesh: dr.DeviceMesh) -> None:
+    class Counter:
+        def __init__(self) -> None:
+            self.count = dist.get_rank()
+
+    @dr.spmd(mesh)
+    def count(counter: Counter) -> int:
+        counter.count += 1
+        return counter.count
+
+    counters = dr.spmd(mesh, lambda: Counter())()
+    assert dr.fetch(count(counters)) == [1, 2]
+    assert dr.fetch(count(counters)) == [2, 3]
+    with pytest.raises(dr.UsageError, match=r"a list by rank goes to functions of dr.spmd"):
+        dr.remote(lambda c: c)(counters)
+
+
+def test_what_it_prints_is_shown_here_with_its_rank(mesh: dr.DeviceMesh, capfd: Any) -> None:
+    said: list[str] = []
+
+    def shown() -> bool:
+        # A session that has printed much just now leaves lines out for a while.
+        dr.fetch(dr.spmd(mesh, lambda: print("hello from", dist.get_rank()))())
+        said.append(capfd.readouterr().out)
+        return all(f"[node {k}] [rank {k}] hello from {k}" in "".join(said) for k in (0, 1))
+
+    until(shown)
+
+
+# -- torch's own, as they are --------------------------------------------------------------------------------
+
+
+def test_ddp_is_a_serial_run(mesh: dr.DeviceMesh) -> None:
+    @dr.spmd(mesh)
+    def setup(model: nn.Module) -> Any:
+        ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=False)
+        return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+
+    @dr.spmd(mesh)
+    def step(ddp: nn.Module, optimizer: Any, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        optimizer.zero_grad()
+        loss = ddp(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        return mean / dist.get_world_size(), [p.grad for p in ddp.parameters()]
+
+    wanted, losses = serial(3)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    x = dr.from_shards([*torch.randn(8, 4).chunk(2)], mesh)
+    remote = model.to(mesh.device)
+    ddp, optimizer = setup(remote)
+    for loss in losses:
+        found, gradients = step(ddp, optimizer, x)
+        assert found.item() == pytest.approx(loss)
+    for p, q in zip(gradients, wanted.parameters()):
+        torch.testing.assert_close(p.cpu(), q.grad)
+    for p, q in zip(remote.parameters(), wanted.parameters()):
+        # The parameters themselves were trained, in the memory of the mesh's tensors.
+        for shard in dr.shards(p.detach()):
+            torch.testing.assert_close(shard, q.detach())
+
+
+def test_gradients_arrive_and_come_back(mesh: dr.DeviceMesh) -> None:
+    @dr.spmd(mesh)
+    def backward(model: nn.Module, x: torch.Tensor) -> None:
+        assert all(isinstance(p, nn.Parameter) and p.grad is not None for p in model.parameters())
+        model.zero_grad()
+        nn.parallel.DistributedDataParallel(model)(x).sum().backward()
+
+    model = nn.Linear(3, 1).to(mesh.device)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 7.0)
+    backward(model, torch.ones(2, 3, device=mesh.device))
+    assert model.weight.grad is not None and model.bias.grad is not None
+    assert [t.tolist() for t in dr.shards(model.weight.grad)] == [[[2.0] * 3]] * 2
+    assert [t.tolist() for t in dr.shards(model.bias.grad)] == [[2.0]] * 2
+
+
+def test_zero_redundancy_sampler_and_checkpoint(mesh: dr.DeviceMesh, tmp_path: Path) -> None:
+    folder = str(tmp_path / "checkpoint")
+
+    @dr.spmd(mesh)
+    def train(x: torch.Tensor) -> Any:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        from torch.utils.data import DistributedSampler
+
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        ddp = nn.parallel.DistributedDataParallel(model)
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            ddp(x).square().mean().backward()
+            optimizer.step()
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+        again = {"model": {key: torch.zeros_like(value) for key, value in model.state_dict().items()}}
+        dcp.load(again, checkpoint_id=folder)
+        sampler = [*DistributedSampler(range(10), shuffle=False)]
+        return [p.detach() for p in model.parameters()], [*again["model"].values()], sampler
+
+    wanted, _ = serial(3)
+    torch.manual_seed(0)
+    nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    found, loaded, sampled = train(dr.from_shards([*torch.randn(8, 4).chunk(2)], mesh))
+    for p, q, r in zip(found, loaded, wanted.parameters()):
+        for shard, read in zip(dr.shards(p), dr.shards(q)):
+            torch.testing.assert_close(shard, r.detach())
+            torch.testing.assert_close(read, r.detach())
+    assert dr.fetch(sampled) == [[*range(0, 10, 2)], [*range(1, 10, 2)]]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_fsdp_is_a_serial_run(mesh: dr.DeviceMesh, version: int) -> None:
+    @dr.spmd(mesh)
+    def train(x: torch.Tensor) -> list[torch.Tensor]:
+        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        if version == 1:
+            sharded: nn.Module = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        else:
+            own = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+            sharded = fully_shard(model, mesh=own)
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            sharded(x).square().mean().backward()
+            optimizer.step()
+        if version == 1:
+            with FullyShardedDataParallel.summon_full_params(sharded):
+                return [p.detach().clone() for p in model.parameters()]
+        return [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]
+
+    wanted, _ = serial(3)
+    torch.manual_seed(0)
+    nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    found = train(dr.from_shards([*torch.randn(8, 4).chunk(2)], mesh))
+    for p, q in zip(found, wanted.parameters()):
+        torch.testing.assert_close(p.cpu().reshape(q.shape), q.detach())
+
+
+# -- failures ------------------------------------------------------------------------------------------------
+
+
+def works(mesh: dr.DeviceMesh) -> bool:
+    return bool(dr.fetch(dr.spmd(mesh, lambda: dist.get_world_size())()) == [2, 2])
+
+
+def test_a_member_that_raises_ends_the_call(mesh: dr.DeviceMesh) -> None:
+    @dr.spmd(mesh, returns=object)
+    def fails() -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("boom")
+        dist.barrier()
+
+    with pytest.raises(KeyError, match=r"'boom' \(rank 1\)") as caught:
+        dr.fetch(fails())
+    assert 'raise KeyError("boom")' in str(caught.value.__cause__)
+    assert works(mesh)
+
+
+def test_a_member_that_exits_ends_the_call(mesh: dr.DeviceMesh) -> None:
+    @dr.spmd(mesh, returns=object)
+    def exits() -> None:
+        if dist.get_rank() == 1:
+            os._exit(3)
+        dist.barrier()
+
+    with pytest.raises(RuntimeError, match=r"rank 1 exited with code 3 in .*exits"):
+        dr.fetch(exits())
+    assert works(mesh)
+
+
+def test_one_that_never_returns_has_a_timeout(mesh: dr.DeviceMesh) -> None:
+    @dr.spmd(mesh, returns=object, timeout=1.0)
+    def hangs() -> None:
+        if dist.get_rank() == 1:
+            signal.pause()
+
+    assert works(mesh)
+    with pytest.raises(dr.WaitTimeout, match="did not return within its timeout"):
+        dr.fetch(hangs())
+    assert works(mesh)
+
+
+def test_objects_of_ended_processes_say_so(mesh: dr.DeviceMesh) -> None:
+    held = dr.spmd(mesh, lambda: nn.Linear(2, 2))()
+    with pytest.raises(ZeroDivisionError):
+        dr.fetch(dr.spmd(mesh, lambda: 1 // 0, returns=object)())
+    with pytest.raises(dr.UsageError, match="started again after a failure"):
+        dr.fetch(dr.spmd(mesh, lambda m: m.weight, returns=object)(held))
+
+
+def test_an_argument_that_has_failed_on_one_member(mesh: dr.DeviceMesh) -> None:
+    shards = dr.shards(torch.ones(2, device=mesh.device))
+    assert len(shards) == 2
+    good = torch.ones(3, device=dr.place(0))
+    bad = torch.ones(3, device=dr.place(1))[torch.tensor([0, 1, 5], device=dr.place(1))]
+    x = dr.from_shards([good, bad], mesh)
+    with pytest.raises((IndexError, RuntimeError), match=r"out of bounds|an argument of it had failed"):
+        dr.fetch(dr.spmd(mesh, lambda x: dist.barrier(), returns=object)(x))
+    with pytest.raises(IndexError):
+        bad.cpu()
+    assert works(mesh)
+
+
+# -- processes -----------------------------------------------------------------------------------------------
+
+
+def test_members_of_one_worker_and_their_end(fresh_session: Callable[..., Any]) -> None:
+    fresh_session(world_size=1, simulate_cuda=3)
+    # The session keeps its first mesh.
+    dr.init_device_mesh("cpu", (1,))
+    mesh = dr.init_device_mesh("cuda", (3,))
+
+    def total(x: torch.Tensor) -> tuple[torch.Tensor, int, str]:
+        dist.all_reduce(x)
+        return x, os.getpid(), os.environ["LOCAL_RANK"]
+
+    x = dr.from_shards(ranks(mesh), mesh)
+    function = dr.spmd(mesh, total)
+    found, pids, local = function(x)
+    assert [t.tolist() for t in dr.shards(found)] == [[3.0] * 3] * 3
+    assert dr.fetch(local) == ["0", "1", "2"]
+    first = dr.fetch(pids)
+    assert len({*first}) == 3
+    del mesh, function, found, pids, local, x
+    gc.collect()
+    dr.synchronize()
+    until(lambda: not any(map(state, first)))
+    # A worker that is killed takes its members along.
+    mesh = dr.init_device_mesh("cuda", (2,))
+    second = dr.fetch(dr.spmd(mesh, os.getpid)())
+    worker = dr.fetch(dr.remote(os.getpid)(node=0))
+    os.kill(worker, signal.SIGKILL)
+    until(lambda: not any(map(state, second)))

@@ -1,0 +1,391 @@
+"""Calls of the user's own Python: functions, methods, classes, as instructions of the log.
+
+A function that has come is a value in a slot, and so is any object that one has returned: a `Held`. So a call
+is a template like any other, and whatever stands around instructions stands around it: streams, failures as
+values, budgets, cancelling, meshes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import io
+import linecache
+import operator
+import os
+import pickle
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+
+import cloudpickle
+import torch
+
+from distruntime.errors import NotSupportedError, ProtocolError, UsageError
+from distruntime.wire.codec import unpack_constant
+from distruntime.wire.messages import Plain
+
+from ..machine import accelerator
+from ..values.functions import Tape
+from ..values.objects import Held, Poisoned
+from ..values.step import Operator
+from ..values.template import Template
+from . import hosting
+from .parcel import assembled
+from .running import Around
+from .skeleton import Real, arguments, load, missing
+from .structure import END, Memories, can_be_proxy, described, leaves
+
+# Numpy has these dtypes, too.
+_OF_NUMPY = {
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+}
+# A pickle of up to so many bytes is replied itself; a larger one is a tensor of bytes, which a fetch brings.
+INLINE = 1 << 14
+
+
+def note_writes(step: Template, args: list[Plain]) -> None:
+    """Say of a call which operands it writes: those that the master names, and all where it names none."""
+    match args:
+        case [_, _, _, _, _, _, writes, _, _, ["list", *operands]] if step.name.startswith("python::call"):
+            offsets = step.reads[len(step.reads) - len(operands) :]
+            if writes is None:
+                step.unsaid = offsets
+                return
+            numbers = unpack_constant(writes)
+            if not isinstance(numbers, list) or not all(k in range(len(offsets)) for k in numbers):
+                raise ProtocolError(f"a call that writes the operands {writes!r:.60}")
+            step.mutates = [offsets[k] for k in numbers if isinstance(k, int)]
+
+
+def _named(name: str) -> Operator:
+    """Return what an object's proxy names: "getitem", "method step", "getattr count"."""
+    what, _, attribute = name.partition(" ")
+    found = _NAMED[what]
+    return partial(found, attribute) if attribute else found
+
+
+def _method(name: str, thing: object, *args: object, **kwargs: object) -> object:
+    return getattr(thing, name)(*args, **kwargs)
+
+
+def _call(thing: Operator, *args: object, **kwargs: object) -> object:
+    return thing(*args, **kwargs)
+
+
+def _getattr(name: str, thing: object) -> object:
+    return getattr(thing, name)
+
+
+def _setattr(name: str, thing: object, value: object) -> None:
+    setattr(thing, name, value)
+
+
+def _delattr(name: str, thing: object) -> None:
+    delattr(thing, name)
+
+
+def _reflected(what: str, right: object, left: object) -> object:
+    return _NAMED[what](left, right)
+
+
+class _End:
+    """What `_next` returns at the end of an iterator."""
+
+
+_end = _End()
+
+
+def _next(iterator: object) -> object:
+    return next(iterator, _end)  # type: ignore[call-overload]
+
+
+def _callable(name: str, thing: object) -> bool:
+    return callable(getattr(thing, name))
+
+
+# What an object's proxy calls by name. Everything else that is called was sent.
+_NAMED: dict[str, Operator] = {
+    **hosting.NAMED,
+    "method": _method,
+    "reflected": _reflected,
+    "call": _call,
+    "getattr": _getattr,
+    "setattr": _setattr,
+    "delattr": _delattr,
+    "getitem": operator.getitem,
+    "setitem": operator.setitem,
+    "delitem": operator.delitem,
+    "contains": operator.contains,
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "callable": _callable,
+    "iter": iter,
+    "next": _next,
+    "len": len,
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "index": operator.index,
+    "str": str,
+    "repr": repr,
+    **{
+        name: getattr(operator, name)
+        for name in (
+            "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift neg pos abs invert "
+            "lt le eq ne gt ge"
+        ).split()
+    },
+}
+
+
+def _awaited(result: object) -> object:
+    """Return what a coroutine returns, and any other result as it is."""
+    return asyncio.run(result) if isinstance(result, Coroutine) else result
+
+
+class Calls:
+    """The calls of one session, and what stands `around` each. `refused` says why this worker runs none, or
+    nothing. `own` has what a master calls by name besides what it does with objects.
+    """
+
+    def __init__(self, refused: str, device: Real, around: Around, own: Mapping[str, Operator]) -> None:
+        self._refused, self._device, self._around, self._own = refused, device, around, own
+        self._memories = Memories()
+        self.table: dict[str, Operator] = {
+            "python::load": self._load,
+            "python::call": self._call,
+            "python::take": self._take,
+            "python::pickle": self._pickle,
+            "python::backward": _backward,
+        }
+
+    def _load(self, pickled: torch.Tensor) -> Held:
+        """Return a function, or any other object, that has come."""
+        if self._refused:
+            raise NotSupportedError(self._refused)
+        match load(bytes(pickled.numpy()), (), self._device):
+            case (value, dict(sources)):
+                pass
+            case _:
+                raise ProtocolError("code that came is no pair")
+        for name, text in sources.items():
+            # A traceback shows these lines, whether this machine has the file or not.
+            if not os.path.exists(name):
+                linecache.cache[name] = len(text), None, text.splitlines(True), name
+        return Held(value)
+
+    def _call(
+        self,
+        name: str,
+        promised: Plain,
+        modes: list[object],
+        timeout: float | None,
+        random: bool,
+        wanted: list[bool] | None,
+        writes: list[int] | None,
+        what: Held | str,
+        pickled: bytes | torch.Tensor,
+        operands: list[object],
+    ) -> object:
+        """Call a function; return the leaves of its result, as `promised`.
+
+        Where "ask" is promised, return the whole result, its structure, and the tape. `wanted` says which
+        operands' gradients will be wanted; the tape is last then. `modes` says whether the body records for
+        autograd, and which dtype an autocast around it has, if there is one.
+        """
+        if self._refused:
+            raise NotSupportedError(self._refused)
+        # Others read these of the template.
+        del random, writes
+        if any(isinstance(operand, Poisoned) for operand in (what, *operands)):
+            raise UsageError("an operand is poisoned")
+        inputs, gate = list[torch.Tensor](), None
+        given = [_value(operand) for operand in operands]
+        if wanted is not None:
+            gate = Gate(name)
+            for k, wants in enumerate(wanted):
+                if wants:
+                    given[k] = leaf = gate.leaf(given[k])
+                    inputs.append(leaf)
+        function = what.value if isinstance(what, Held) else self._own.get(what) or _named(what)
+        data = bytes(pickled.numpy()) if isinstance(pickled, torch.Tensor) else pickled
+        args, kwargs = arguments(data, given, self._device)
+        with gate or _no_gate, torch.set_grad_enabled(bool(modes[0])), _autocast(modes[1], given):
+            box = [self._run(name, function, args, kwargs, timeout)]
+        if promised == "ask":
+            told = self._told(box, operands, wanted is not None)
+            result = box.pop()
+            tape = None if gate is None else CallTape(gate, inputs, leaves(result, told, name))
+            return [Held(result), told, tape]
+        result = box.pop()
+        if isinstance(promised, str):
+            return Held(result)
+        found = [*leaves(result, promised, name)]
+        if gate is None:
+            return found
+        return [*map(_detached, found), CallTape(gate, inputs, found)]
+
+    def _run(
+        self,
+        name: str,
+        function: object,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        timeout: float | None,
+    ) -> object:
+        call: Operator = function  # type: ignore[assignment]
+        # What interrupts the call may strike anywhere up to the end of `finish`.
+        running = self._around.call(name, timeout)
+        try:
+            try:
+                running.begin()
+                return _awaited(call(*args, **kwargs))
+            finally:
+                running.finish()
+        except BaseException as error:
+            running.finish()
+            if isinstance(error, ModuleNotFoundError):
+                # It stays the same error: who has called the function may catch it.
+                error.msg = missing(error)
+            failure = running.failure(error)
+            if failure is None:
+                raise
+            raise failure from error
+
+    def _told(self, box: list[object], operands: list[object], recorded: bool) -> Plain:
+        if isinstance(box[0], _End):
+            return END
+        return described(box, operands, self._memories, recorded)
+
+    def _take(self, name: str, promised: Plain, held: Held) -> list[object]:
+        """Return the leaves of a whole result that "ask" has kept."""
+        return [*map(_detached, leaves(held.value, promised, name))]
+
+    def _pickle(self, held: Held | torch.Tensor) -> bytes | torch.Tensor:
+        """Return a pickle of an object: bytes, or a tensor of them."""
+        file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+        try:
+            _Pickler(file, buffers).dump(_value(held))
+        except Exception as error:
+            # Any class of the user's may raise anything while it is pickled.
+            raise UsageError(
+                f"{type(_value(held)).__name__} cannot be pickled, so it stays on the worker: "
+                f"{type(error).__name__}: {error}. Use it there, through its attributes and methods"
+            ) from error
+        if not buffers and file.tell() <= INLINE:
+            return file.getvalue()
+        return assembled([file.getbuffer(), *(buffer.raw() for buffer in buffers)])
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles a value for the master, where a tensor of a GPU becomes one of the CPU."""
+
+    def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
+        def apart(buffer: pickle.PickleBuffer) -> bool:
+            if buffer.raw().nbytes < INLINE:
+                return True
+            buffers.append(buffer)
+            return False
+
+        super().__init__(file, protocol=5, buffer_callback=apart)
+
+    def reducer_override(self, thing: object) -> object:
+        """Say how to pickle a tensor; leave all else to cloudpickle."""
+        if type(thing) is not torch.Tensor or not can_be_proxy(thing):
+            return super().reducer_override(thing)
+        here = thing.detach().cpu().resolve_conj().resolve_neg()
+        if thing.requires_grad or thing.dtype not in _OF_NUMPY:
+            return here.requires_grad_(thing.requires_grad).__reduce_ex__(5)
+        # Its bytes are copied once, as an array's are.
+        return torch.from_numpy, (here.numpy(),)
+
+
+def _autocast(dtype: object, operands: Sequence[object]) -> AbstractContextManager[object]:
+    """Return the autocast that the master has around a call, for the devices of its operands."""
+    contexts = ExitStack()
+    if isinstance(dtype, torch.dtype):
+        for kind in {t.device.type for t in operands if isinstance(t, torch.Tensor)} or {"cpu"}:
+            contexts.enter_context(torch.autocast(kind, dtype))
+        return contexts
+    return _plainly
+
+
+_plainly = nullcontext()
+
+
+def _value(operand: object) -> object:
+    return operand.value if isinstance(operand, Held) else operand
+
+
+def _detached(leaf: object) -> object:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+class Gate:
+    """What the gradients of a call's operands pass: open inside the call, and in the backward of its tape.
+
+    It does not hold the operands. They hold it, and a cycle would keep them until Python looks for cycles.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._open = name, False
+
+    def leaf(self, operand: object) -> torch.Tensor:
+        """Return what stands for an operand in the call."""
+        assert isinstance(operand, torch.Tensor)
+        found = operand.detach().requires_grad_()
+        found.register_hook(self._pass)
+        return found
+
+    def _pass(self, gradient: torch.Tensor) -> None:
+        """Refuse a gradient that nobody would bring back."""
+        del gradient
+        if not self._open:
+            raise NotSupportedError(
+                f"{self._name} has kept in an object what it computed of an argument that requires grad, and "
+                "gradients do not come back through objects: return the tensors themselves, or in tuples, "
+                "lists and dicts, or call it with x.detach()"
+            )
+
+    def __enter__(self) -> None:
+        self._open = True
+
+    def __exit__(self, *error: object) -> None:
+        self._open = False
+
+
+_no_gate = nullcontext()
+
+
+class CallTape(Tape):
+    """The tape of a call."""
+
+    __slots__ = ("gate",)
+
+    def __init__(self, gate: Gate, inputs: list[torch.Tensor], results: Iterable[object]) -> None:
+        super().__init__(inputs, [one for one in results if isinstance(one, torch.Tensor)])
+        self.gate = gate
+
+
+def _backward(tape: CallTape, *grads: torch.Tensor | None) -> list[torch.Tensor]:
+    """Run a function's backward; return the gradients of its differentiable operands, zeros for unused ones.
+
+    Parameters that the worker's own objects hold accumulate theirs, as under `backward()` there.
+    """
+    pairs = [(o, g) for o, g in zip(tape.outputs, grads) if g is not None and o.requires_grad]
+    before = [leaf.grad for leaf in tape.inputs]
+    for leaf in tape.inputs:
+        leaf.grad = None
+    if pairs:
+        with torch.enable_grad(), tape.gate:
+            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs], retain_graph=True)
+    found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in tape.inputs]
+    for leaf, own in zip(tape.inputs, before):
+        leaf.grad = own
+    for grad in found:
+        # Autograd runs a backward on the stream of its forward, and the memory of the results belongs there.
+        if accelerator.asynchronous(grad.device):
+            accelerator.used_on(grad, accelerator.current_stream(grad.device))
+    return found

@@ -1,0 +1,150 @@
+"""Processes that a worker starts: one nursery, which imports torch once and forks the others.
+
+The nursery is `distruntime_worker.nursery`, as a master starts it for local workers. Its processes inherit no
+socket of this worker, and begin with one thread and no accelerator in use.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+
+# A request has at most so many bytes.
+_BUFFER = 1 << 20
+_REPORT = 4096
+
+
+class Child:
+    """A process that the nursery has forked. Its exit code is None while it runs."""
+
+    def __init__(self, number: int, link: socket.socket, output: int) -> None:
+        self.number, self.link, self.output = number, link, output
+        self.pid = 0
+        self.code: int | None = None
+
+    def close(self) -> None:
+        """Let go of the socket and of the pipe."""
+        self.link.close()
+        if self.output >= 0:
+            os.close(self.output)
+            self.output = -1
+
+
+class Nursery:
+    """A nursery of this worker's own. It ends when it is closed, or with this process."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        self._numbers = count(1)
+        self._children: dict[int, Child] = {}
+        self.users = 0
+        self._lock = threading.Lock()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "distruntime_worker.nursery", str(os.getpid())],
+                stdin=theirs.fileno(),
+                # numpy starts threads when it is imported, unless it may have one only, and a process with
+                # threads cannot be forked.
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+
+    def fork(self, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
+        """Start `python -m distruntime_worker` with these arguments; return at once."""
+        link, stdin = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        output, writes = os.pipe()
+        os.set_blocking(output, False)
+        child = Child(next(self._numbers), link, output)
+        request = {
+            "number": child.number,
+            "arguments": [*arguments],
+            "environment": {**environment},
+            "directory": os.getcwd(),
+            "umask": 0o22,
+        }
+        try:
+            self._children[child.number] = child
+            socket.send_fds(self._control, [json.dumps(request).encode()], [stdin.fileno(), writes])
+        except BaseException:
+            child.close()
+            raise
+        finally:
+            stdin.close()
+            os.close(writes)
+        return child
+
+    def look(self, timeout: float | None = 0.0) -> bool:
+        """Read what the nursery reports, for `timeout` seconds at most; return whether it still runs."""
+        with self._lock:
+            self._control.settimeout(timeout)
+            while True:
+                try:
+                    report = self._control.recv(_REPORT)
+                except (TimeoutError, BlockingIOError):
+                    return True
+                except OSError:
+                    return False
+                if not report:
+                    return False
+                number, pid, code = json.loads(report)
+                child = self._children.get(number)
+                if child is not None:
+                    child.pid, child.code = pid, code
+                    if code is not None:
+                        del self._children[number]
+                self._control.settimeout(0.0)
+
+    def signal(self, child: Child, number: int) -> None:
+        """Send a child a signal, unless it has ended. Block until it has begun."""
+        while child.pid == 0 and self.look(1.0):
+            pass
+        if child.code is None:
+            with suppress(OSError), self._lock:
+                self._control.settimeout(None)
+                self._control.send(json.dumps({"pid": child.pid, "signal": int(number)}).encode())
+
+    def end(self, child: Child) -> None:
+        """Kill a child and wait until it is gone."""
+        self.signal(child, signal.SIGKILL)
+        while child.code is None and self.look(1.0):
+            pass
+        child.close()
+
+    def close(self) -> None:
+        """End the nursery. Its children end with it."""
+        self._control.close()
+        self.process.wait()
+
+
+_guard = threading.Lock()
+_nursery: list[Nursery] = []
+
+
+def enter() -> Nursery:
+    """Return the worker's nursery, and count one more user of it."""
+    with _guard:
+        if _nursery and not _nursery[0].look():
+            _nursery.pop().close()
+        if not _nursery:
+            _nursery.append(Nursery())
+        _nursery[0].users += 1
+        return _nursery[0]
+
+
+def leave(nursery: Nursery) -> None:
+    """Count one user less; end the nursery with its last."""
+    with _guard:
+        nursery.users -= 1
+        if nursery.users == 0:
+            if nursery in _nursery:
+                _nursery.remove(nursery)
+            nursery.close()

@@ -1,0 +1,265 @@
+"""A member's process: it runs the functions of `dr.spmd` for one rank, with torch.distributed initialised.
+
+Its worker's nursery forks it, since one process has one default group of torch.distributed only. It ends with
+the nursery, and when the worker closes the socket that its standard input is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import linecache
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import cloudpickle
+import torch
+import torch.distributed
+
+from distruntime.errors import ProtocolError
+
+from ..values.objects import class_name
+from .handing import Device, Incoming, Outgoing, Shared, Stays, receive, written
+from .skeleton import arguments, load
+
+_SET_PARENT_DEATH_SIGNAL = 1
+if torch.distributed.is_available():
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+# So many seconds a member has to find the store and the others.
+_MEETING = timedelta(seconds=300)
+
+
+@dataclass(frozen=True)
+class Begin:
+    """What a member is, once."""
+
+    name: str
+    rank: int
+    world: int
+    host: str
+    port: int
+    generation: int
+    device: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Wants:
+    """What a tensor among the arguments is at the caller: a leaf that requires grad, a parameter, and the
+    number of the operand that is its gradient, or -1.
+    """
+
+    grad: bool
+    parameter: bool
+    gradient: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call. `code` is empty where the member has that of this digest."""
+
+    name: str
+    digest: bytes
+    code: bytes
+    pickled: bytes
+    operands: list[object]
+    wants: list[Wants | None]
+    grad: bool
+    dropped: list[int]
+
+
+@dataclass(frozen=True)
+class Pickle:
+    """A wish for the pickle of what stays here."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Done:
+    """The result of a call."""
+
+    result: object
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a call has raised."""
+
+    kind: str
+    text: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Object:
+    """An operand that is no tensor, pickled."""
+
+    pickled: bytes
+
+
+class Member:
+    """One rank. `link` is the socket to its worker."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._device = torch.device("cpu")
+        self._code: dict[bytes, object] = {}
+        self._kept: dict[int, object] = {}
+        self._next = 0
+
+    def serve(self) -> None:
+        """Do what the worker asks for until it closes the socket."""
+        while (incoming := receive(self._link)) is not None:
+            out = Outgoing()
+            try:
+                reply = self._do(incoming, out)
+            # Whatever a user's function raises is the answer.
+            except BaseException as error:
+                reply = _raised(error)
+                del error
+            incoming.close()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            out.send(self._link, reply)
+            # These hold the arguments, which the worker may free now.
+            del incoming, out, reply
+
+    def _do(self, incoming: Incoming, out: Outgoing) -> object:
+        match incoming.message:
+            case Begin() as begin:
+                self._begin(begin)
+                return Done(None)
+            case Run() as run:
+                return Done(self._run(run, incoming, out))
+            case Pickle(number):
+                return Done(cloudpickle.dumps(self._kept[number], protocol=5))
+        raise RuntimeError(f"a worker sent {incoming.message!r:.60}")
+
+    def _begin(self, begin: Begin) -> None:
+        self._device = torch.device(begin.device)
+        backend = "gloo"
+        if self._device.type != "cpu":
+            torch.accelerator.set_device_index(self._device.index or 0)
+            own = torch.distributed.get_default_backend_for_device(self._device)
+            backend = f"cpu:gloo,{self._device.type}:{own}"
+        if begin.threads:
+            torch.set_num_threads(begin.threads)
+        store = TCPStore(begin.host, begin.port, is_master=False, timeout=_MEETING, wait_for_workers=False)
+        torch.distributed.init_process_group(
+            backend,
+            store=PrefixStore(f"members/{begin.generation}", store),
+            rank=begin.rank,
+            world_size=begin.world,
+        )
+
+    def _run(self, run: Run, incoming: Incoming, out: Outgoing) -> object:
+        for number in run.dropped:
+            self._kept.pop(number, None)
+        operands = [self._operand(operand, incoming) for operand in run.operands]
+        memories = {x.untyped_storage()._cdata for x in operands if isinstance(x, torch.Tensor)}
+        leaves = self._leaves(operands, run.wants)
+        function = self._function(run)
+        args, kwargs = arguments(run.pickled, operands, self._real)
+        with torch.set_grad_enabled(run.grad):
+            try:
+                result = function(*args, **kwargs)  # type: ignore[operator]
+            except SystemExit as error:
+                raise RuntimeError(
+                    f"{run.name} called sys.exit({error.code!r}), and the member goes on: return, or raise"
+                ) from error
+        with torch.no_grad():
+            for leaf, gradient in leaves:
+                if leaf.grad is None:
+                    gradient.zero_()
+                elif leaf.grad.untyped_storage()._cdata != gradient.untyped_storage()._cdata:
+                    gradient.copy_(leaf.grad)
+
+            def tensor(value: torch.Tensor) -> Shared | Device:
+                # What shares an argument's memory travels as a copy: that memory has its owner.
+                own = value.untyped_storage()._cdata not in memories
+                return out.tensor(value if own else value.detach().clone())
+
+            return written(result, tensor, self._keep)
+
+    def _operand(self, shown: object, incoming: Incoming) -> object:
+        if isinstance(shown, (Shared, Device)):
+            return incoming.tensor(shown)
+        if isinstance(shown, Stays):
+            return self._kept[shown.number]
+        assert isinstance(shown, Object)
+        return load(shown.pickled, (), self._real)
+
+    def _leaves(
+        self, operands: list[object], wants: list[Wants | None]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Make parameters of what is one at the caller; return those with a gradient there, and that."""
+        found = []
+        for k, want in enumerate(wants):
+            value = operands[k]
+            if want is None or not isinstance(value, torch.Tensor):
+                continue
+            if want.parameter:
+                operands[k] = value = torch.nn.Parameter(value, requires_grad=want.grad)
+            elif want.grad:
+                value.requires_grad_()
+            if want.gradient >= 0:
+                gradient = operands[want.gradient]
+                assert isinstance(gradient, torch.Tensor)
+                value.grad = gradient
+                found.append((value, gradient))
+        return found
+
+    def _function(self, run: Run) -> object:
+        if run.digest not in self._code:
+            match load(run.code, (), self._real):
+                case (value, dict(sources)):
+                    self._code[run.digest] = value
+                case _:
+                    raise ProtocolError("code that came is no pair")
+            for name, text in sources.items():
+                if not os.path.exists(name):
+                    linecache.cache[name] = len(text), None, text.splitlines(True), name
+        return self._code[run.digest]
+
+    def _real(self, named: torch.device) -> torch.device:
+        return self._device if named.type != "cpu" else named
+
+    def _keep(self, value: object) -> Stays:
+        self._next += 1
+        self._kept[self._next] = value
+        return Stays(self._next, type(value).__name__)
+
+
+def _raised(error: BaseException) -> Raised:
+    """Return an error as it travels: without the frames of this process's own code."""
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+    tb = error.__traceback__
+    while tb is not None and tb.tb_frame.f_code.co_filename.startswith(ours):
+        tb = tb.tb_next
+    file = io.StringIO()
+    traceback.print_exception(type(error), error, tb or error.__traceback__, file=file)
+    return Raised(class_name(type(error)), str(error), file.getvalue())
+
+
+def main(_: Sequence[str]) -> int:
+    """Serve the worker whose socket is standard input; return the exit code."""
+    # The nursery's main thread has forked this process, and ends when the worker does.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    link = socket.socket(fileno=os.dup(0))
+    # A user's function that reads standard input finds nothing there.
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo") if os.environ["MASTER_ADDR"] == "127.0.0.1" else None
+    Member(link).serve()
+    sys.stdout.flush()
+    # Threads of gloo and NCCL need not be taken apart.
+    os._exit(0)

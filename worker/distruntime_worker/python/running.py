@@ -1,0 +1,455 @@
+"""The calls that run now, each in its thread, and what ends one of them before it returns.
+
+A function is interrupted by an exception that Python raises in its thread before the next bytecode.
+Invariant: it is raised inside the user's call only. `finish` closes that window: under `gate` it marks the
+call as over, and takes back what was sent and has not been raised.
+"""
+
+from __future__ import annotations
+
+import bdb
+import ctypes
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from threading import get_ident
+from typing import NamedTuple, NoReturn, Protocol
+
+from distruntime.errors import RemoteError, StreamCancelled
+from distruntime.wire.messages import Goodbye, Message, Printed, Typed, Warned
+
+from .alarms import Alarm, alarms
+
+log = logging.getLogger("distruntime.worker")
+
+# A function that has not ended so many seconds after it was interrupted is told of.
+_STUCK = 5.0
+# The last words of a process that a function ends have so many seconds to leave.
+_LAST_WORDS = 0.3
+# A session may send so many characters of output at once, and so many a second after that. A loop of prints
+# fills 10 MB a second, and the master shows less than that.
+_BURST, _RATE = 1 << 20, 1 << 18
+# What a function writes is sent in pieces of so many characters, and at the latest after so many seconds.
+_PIECE, _DELAY = 1 << 14, 0.05
+# A call tells of so many different warnings.
+_MOST_WARNINGS = 16
+
+_set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
+_set_exception.argtypes = (ctypes.c_ulong, ctypes.py_object)
+
+
+class _TakenBack(BaseException):
+    """Takes the place of an interrupt that was sent and has not been raised."""
+
+
+def _take_back(thread: int) -> None:
+    """Let nothing be raised in this thread that was sent to it before.
+
+    The call of Python's API with NULL would leave Python's flag for such exceptions set. Then the interpreter
+    looks for one at each call and jump, for ever, and under a tracer (a debugger) Python 3.11 does not get
+    past that look. An exception that is raised clears the flag.
+    """
+    try:
+        _set_exception(thread, _TakenBack)
+        while True:
+            pass
+    except _TakenBack:
+        return
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ends a function, as Ctrl-C ends a program: `finally` runs, and `except Exception` does not catch it."""
+
+
+class Place(Protocol):
+    """Where an instruction stands in the log: see progress.py."""
+
+    @property
+    def seq(self) -> int: ...
+
+    @property
+    def position(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+
+class _Here(threading.local):
+    """The call that this thread runs."""
+
+    call: Running | None = None
+
+
+here = _Here()
+# The sessions with functions, and the calls that run, of all of them. These dictionaries serve as sets.
+_sessions: dict[Around, None] = {}
+_running: dict[Running, None] = {}
+# It is True in a process that a function has forked.
+_forked = [False]
+_exit = os._exit
+# These end a process from outside.
+_ENDING = {signal.SIGTERM, signal.SIGINT}
+
+
+def current() -> Running | None:
+    """Return the call that this thread runs.
+
+    Another thread may be one that a function has begun: it belongs to the call that is the only one of the
+    only session.
+    """
+    call = here.call
+    if call is not None or len(_running) != 1 or len(_sessions) != 1:
+        return call
+    return next(iter(_running.copy()), None)
+
+
+class Around:
+    """What stands around the calls of one session.
+
+    `locate` tells where the instruction of a thread stands, and `present` whether the master is there.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Message], object],
+        locate: Callable[[int], Place | None],
+        present: Callable[[], bool],
+    ) -> None:
+        self._send, self._locate, self._present = send, locate, present
+        # It makes what a call runs in.
+        self.call: Callable[[str, float | None], Running] = partial(Running, self)
+        self.gate = threading.Lock()
+        # These calls, by the position after them, are not to begin.
+        self.unwanted: set[int] = set()
+        # What may still be sent, and since when it grows.
+        self._room, self._filled = float(_BURST), time.monotonic()
+        _sessions[self] = None
+
+    def place(self, thread: int) -> Place | None:
+        """Return where the instruction stands that a thread runs."""
+        return self._locate(thread)
+
+    def send(self, message: Message) -> None:
+        """Send to the master."""
+        self._send(message)
+
+    def room(self, count: int) -> bool:
+        """Whether so many characters may be sent now; they count."""
+        now = time.monotonic()
+        self._room = min(_BURST, self._room + (now - self._filled) * _RATE)
+        self._filled = now
+        if count > self._room or not self._present():
+            return False
+        self._room -= count
+        return True
+
+    @property
+    def present(self) -> bool:
+        """Whether the master is there."""
+        return self._present()
+
+    def mine(self) -> list[Running]:
+        """Return the calls of this session that run."""
+        return [call for call in _running.copy() if call.around is self]
+
+    def cancel(self, thread: int | None, position: int, alone: bool) -> None:
+        """Interrupt the call that a thread runs, if it is before a position (the reader).
+
+        `alone` stands for the call that ends there, in whatever thread.
+        """
+        if alone:
+            self.unwanted.add(position)
+        for call in self.mine():
+            place = self._locate(call.thread)
+            if place is None or (place.end != position if alone else place.end > position):
+                continue
+            if alone or call.thread == thread:
+                self.unwanted.discard(place.end)
+                call.interrupt(None)
+
+    def typed(self, message: Typed) -> None:
+        """Hand a line to the debugger that waits for it (the reader)."""
+        for call in self.mine():
+            if call.typed is not None and call.at == (message.seq, message.position):
+                call.typed(message.text)
+
+    def close(self) -> None:
+        """Interrupt what still runs: the session is over."""
+        _sessions.pop(self, None)
+        for call in self.mine():
+            call.interrupt(None)
+
+
+class Why(NamedTuple):
+    """Why a call is interrupted: after so many seconds, or because somebody has cancelled it (None)."""
+
+    seconds: float | None
+
+
+class Running:
+    """One call of the user's Python, in its thread."""
+
+    # Attributes of the class are what holds until something happens: most calls write nothing.
+    over = False
+    why: Why | None = None
+    # It takes a line for the debugger of this call, while that waits for one.
+    typed: Callable[[str | None], None] | None = None
+    # Its thread is traced.
+    debugged = False
+    _alarm: Alarm | None = None
+    _at: tuple[int, int] | None = None
+    _writing: threading.Lock | None = None
+    _heard: set[tuple[str, str]] | None = None
+
+    def __init__(self, around: Around, name: str, timeout: float | None) -> None:
+        self.around, self.name, self.timeout = around, name, timeout
+        self.thread = get_ident()
+
+    def begin(self) -> None:
+        """Note that the call runs, in this thread; raise `StreamCancelled` if it is not to run."""
+        here.call = self
+        _running[self] = None
+        if self.timeout is not None:
+            self._alarm = alarms.after(self.timeout, partial(self.interrupt, self.timeout))
+        # The reader adds to this before it looks at what runs.
+        if self.around.unwanted:
+            place = self.around.place(self.thread)
+            if place is not None and place.end in self.around.unwanted:
+                self.around.unwanted.discard(place.end)
+                raise StreamCancelled(f"{self.name} was dropped by dr.cancel() before it ran")
+
+    def finish(self) -> None:
+        """Note that the call is over. An interrupt may strike in here: then call it again."""
+        if _forked[0]:
+            _end_child()
+        with self.around.gate:
+            self.over = True
+            if self.why is not None:
+                _take_back(self.thread)
+        if self.debugged:
+            sys.settrace(None)
+        here.call = None
+        _running.pop(self, None)
+        if self._alarm is not None:
+            alarms.call_off(self._alarm)
+        if self._writing is not None:
+            self._close()
+
+    # -- what ends it early ----------------------------------------------------------------------------------
+
+    def interrupt(self, seconds: float | None) -> None:
+        """Have the call end: after its timeout of so many seconds, or because it was cancelled."""
+        with self.around.gate:
+            if self.over:
+                return
+            if self.why is None:
+                self.why = Why(seconds)
+                if self._alarm is not None:
+                    alarms.call_off(self._alarm)
+                self._alarm = alarms.after(_STUCK, self._tell_if_stuck)
+            _set_exception(self.thread, Interrupted)
+            if self.typed is not None:
+                self.typed(None)
+
+    def ask(self, text: str, typed: queue.SimpleQueue[str | None]) -> str | None:
+        """Show a prompt at the master; return the line that is typed there, None at the end of the input."""
+        if self._writing is not None:
+            self._soon()
+        self.typed = typed.put
+        # What ends the call may have come before there was somebody to be told. The debugger catches an
+        # interrupt, and asks again.
+        if self.why is not None:
+            return None
+        self.around.send(Printed(*self.at, "prompt", text))
+        try:
+            return typed.get()
+        finally:
+            self.typed = None
+            if self.why is not None:
+                self.around.send(Printed(*self.at, "prompt over", ""))
+
+    def patient(self) -> None:
+        """Let the timeout not count any more: somebody debugs the call."""
+        if self._alarm is not None:
+            alarms.call_off(self._alarm)
+
+    def _tell_if_stuck(self) -> None:
+        if not self.over:
+            self.write(
+                "stderr",
+                f"{self.name} was interrupted {_STUCK:g} s ago and has not ended: it is in code that Python "
+                "cannot interrupt (a sleep, a lock, C). It ends when that returns; dr.restart(node, "
+                "force=True) ends its worker\n",
+            )
+
+    def failure(self, error: BaseException) -> BaseException | None:
+        """Return what a call has failed with, where that is not the error that it has raised."""
+        match error:
+            case Interrupted() | bdb.BdbQuit() if self.why is not None and self.why.seconds is not None:
+                return TimeoutError(
+                    f"{self.name} ran for longer than its timeout of {self.why.seconds:g} s, and was "
+                    "interrupted"
+                )
+            case Interrupted() | bdb.BdbQuit() if self.why is not None:
+                return StreamCancelled(f"{self.name} was interrupted by dr.cancel() or stream.cancel()")
+            case bdb.BdbQuit():
+                return RemoteError(f"{self.name} was ended at its breakpoint")
+            case SystemExit():
+                return RemoteError(
+                    f"{self.name} called sys.exit({error.code!r}), and the worker goes on: return, or raise"
+                )
+            case Exception():
+                return None
+        return RemoteError(f"{self.name} raised {type(error).__name__}")
+
+    # -- what it says ----------------------------------------------------------------------------------------
+
+    @property
+    def at(self) -> tuple[int, int]:
+        """Where its instruction stands: the number of its segment, and its position in the log."""
+        if self._at is None:
+            place = self.around.place(self.thread)
+            self._at = (0, 0) if place is None else (place.seq, place.position)
+        return self._at
+
+    def write(self, kind: str, text: str) -> bool:
+        """Have the master show a text, soon. Return False if nobody is there, or the call is over."""
+        if self.over or not self.around.present:
+            return False
+        if self._writing is None:
+            # Another thread of the function's may do this too. Then the text of one of them comes later.
+            self._text, self._size, self._kind, self._left_out = list[str](), 0, kind, 0
+            self._sent_at, self._open = 0.0, dict[str, None]()
+            self._flush: Alarm | None = None
+            self._writing = threading.Lock()
+        with self._writing:
+            if kind != self._kind:
+                self._send()
+                self._kind = kind
+            self._text.append(text)
+            self._size += len(text)
+            if text.endswith("\n"):
+                self._open.pop(kind, None)
+            elif kind.startswith("std"):
+                self._open[kind] = None
+            ended = text.endswith("\n") or not kind.startswith("std")
+            if self._size >= _PIECE or (ended and time.monotonic() > self._sent_at + _DELAY):
+                self._send()
+            elif self._flush is None:
+                self._flush = alarms.after(_DELAY, self._soon)
+        return True
+
+    def _soon(self) -> None:
+        assert self._writing is not None
+        with self._writing:
+            self._flush = None
+            self._send()
+
+    def _send(self) -> None:
+        """Send what has gathered, or count it as left out (under the lock)."""
+        if not self._text:
+            return
+        text, self._text, self._size = "".join(self._text), [], 0
+        self._sent_at = time.monotonic()
+        if not self.around.room(len(text)):
+            self._left_out += len(text)
+            return
+        if self._left_out:
+            text, self._left_out = f"... {self._left_out:,} characters were left out ...\n{text}", 0
+        for first in range(0, len(text), _PIECE):
+            self.around.send(Printed(*self.at, self._kind, text[first : first + _PIECE]))
+
+    def _close(self) -> None:
+        assert self._writing is not None
+        with self._writing:
+            if self._flush is not None:
+                alarms.call_off(self._flush)
+                self._flush = None
+            self._send()
+            for kind in self._open:
+                # What follows is not to stand in the same line.
+                self.around.send(Printed(*self.at, kind, "\n"))
+            if self._left_out and self.around.present:
+                text = f"... {self._left_out:,} characters were left out ...\n"
+                self.around.send(Printed(*self.at, "stderr", text))
+
+    def warn(self, kind: str, text: str) -> bool:
+        """Tell the master of a warning, once for each call. Return False if the call is over."""
+        if self.over or not self.around.present:
+            return False
+        heard = self._heard = self._heard or set()
+        if (kind, text) not in heard and len(heard) < _MOST_WARNINGS:
+            heard.add((kind, text))
+            self.around.send(Warned(*self.at, kind, text))
+        return True
+
+
+# -- processes -----------------------------------------------------------------------------------------------
+
+
+def _in_child() -> None:
+    """In a process that a function has forked: let nothing of it reach the master."""
+    if here.call is not None:
+        _forked[0] = True
+        here.call = None
+        # The worker's own handlers are for the worker: a child of a function ends by these signals.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+    _running.clear()
+    _sessions.clear()
+
+
+def _end_child() -> NoReturn:
+    """End a process that a function has forked, where it would go on as the worker."""
+    error = sys.exc_info()[1]
+    code = 0
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        traceback.print_exception(error)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _exit(code)
+
+
+def _told_exit(status: int) -> NoReturn:
+    """`os._exit`, which tells the master whose function ends the worker."""
+    call = here.call
+    if call is not None:
+        text = f"{call.name} called os._exit({status}), which ends the worker: return, or raise"
+        log.error("%s", text)
+        call.around.send(Goodbye(text))
+        time.sleep(_LAST_WORDS)
+    _exit(status)
+
+
+def install_exit() -> None:
+    """Have `os._exit` tell of itself."""
+    os._exit = _told_exit
+
+
+def _before_fork() -> None:
+    """Keep back what would end a child until it has handlers of its own.
+
+    Python drops a signal that has come to a child before. A pool of processes that is closed at once sends
+    one so early, and then waits for the child: one of the first ten pools hung, in each of five runs.
+    """
+    if here.call is not None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+
+
+def _after_fork() -> None:
+    if here.call is not None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)

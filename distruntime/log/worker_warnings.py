@@ -30,7 +30,8 @@ class WorkerWarnings:
     """The warnings of one session's workers that nobody has been shown."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # A signal's handler may read while this thread holds it.
+        self._lock = threading.RLock()
         # By class, text, file and line, in the order in which they came.
         self._noted: dict[tuple[type[Warning], str, str, int], None] = {}
         # Python notes here what it has shown, for each file by itself.
@@ -53,7 +54,7 @@ class WorkerWarnings:
                 key = next(iter(self._noted), None)
                 if key is None:
                     return
-                del self._noted[key]
+                self._noted.pop(key, None)
             cls, text, name, number = key
             shown = self._shown.setdefault(name, {})
             if len(shown) > _MOST_SHOWN:

@@ -95,7 +95,8 @@ class Uploads:
     """
 
     def __init__(self, over: Callable[[], None]) -> None:
-        self._lock = threading.Lock()
+        # A signal's handler may move or read something while this thread holds it.
+        self._lock = threading.RLock()
         self._over = over
         # So many threads are in the middle of several uploads.
         self._together = 0
@@ -196,7 +197,8 @@ class Announcer:
         self._shown = ""
         self._on: Screen | None = None
         self._shown_at = 0.0
-        self._lock = threading.Lock()
+        # A signal's handler may wait for a value while this thread holds it.
+        self._lock = threading.RLock()
         self.uploads = Uploads(self._uploaded)
         # It tells how many bytes of the large values that were asked for have come, and of how many.
         self.fetched: Callable[[], tuple[int, int]] = _nothing

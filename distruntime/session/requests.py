@@ -29,8 +29,9 @@ T_co = TypeVar("T_co", covariant=True)
 R = TypeVar("R")
 
 _READER = "reader"
-# A thread that sets `then` must not come between `done` and the call of `then`.
-_finishing = threading.Lock()
+# A thread that sets `then` must not come between `done` and the call of `then`. A signal's handler that reads
+# may, within the thread that holds it.
+_finishing = threading.RLock()
 
 # A waiting thread sleeps at most so many seconds before it looks for dead workers.
 _SLICE = 0.1

@@ -121,7 +121,8 @@ def _depends_on_data(why: str) -> bool:
     return torch.Tag.dynamic_output_shape in getattr(operator, "tags", ())
 
 
-_lock = threading.Lock()
+# A signal's handler may wait for a value while this thread holds it.
+_lock = threading.RLock()
 # Lines are resolved only when somebody asks.
 _found: dict[tuple[CodeType | None, int, str], list[float]] = {}
 _mode = "default"

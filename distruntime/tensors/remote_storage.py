@@ -22,7 +22,8 @@ from ..operators.signatures import template
 # and no processor maps such an address for a program.
 _FIRST_ADDRESS = 3 << 63
 _ALIGNMENT = 512
-_lock = threading.Lock()
+# A signal's handler may ask for an address while this thread holds it.
+_lock = threading.RLock()
 _next_address = [_FIRST_ADDRESS]
 
 

@@ -136,9 +136,9 @@ class Channel:
         # It is True once nobody has to prove who they are at some address of this channel: no pickle that
         # comes through it is opened.
         self.unproven = keys is None and listen is not None and needs_key(listen)
-        self._lock = threading.Lock()
-        # This is the number of the thread that uses the socket now.
-        self._owner: int | None = None
+        # It knows its owner from the moment in which it is taken: a signal's handler may strike before the
+        # holder's next line, and must be refused there and not wait for its own thread.
+        self._lock = threading.RLock()
         # Messages wait here if they come while another thread uses the socket.
         self._late: deque[tuple[Peer | Link, Delivery | None, Long | Sequence[Part], Sequence[int]]] = deque()
         self._closed = False
@@ -281,11 +281,10 @@ class Channel:
         with shield:
             # This must never wait for the lock: its holder may be in a finalizer that waits for a lock of
             # this thread's, or may be this very thread.
-            if not self._lock.acquire(blocking=False):
+            if not self._take_at_once():
                 self._late.append((to, delivery, parts, flags))
                 self._send_late()
             else:
-                self._owner = threading.get_ident()
                 try:
                     if self._closed:
                         raise ChannelClosed(_CLOSED)
@@ -319,7 +318,6 @@ class Channel:
                     if self._waiting:
                         self._after_use()
                 finally:
-                    self._owner = None
                     self._lock.release()
                     if self._late:
                         self._send_late()
@@ -333,27 +331,23 @@ class Channel:
         Send it again what the other end, which has counted `received` messages, has not got.
         """
         with shield, self._lock:
-            self._owner = threading.get_ident()
-            try:
-                self._check_open()
-                if self._unsent is not None:
-                    self._finish_sending()
-                # They are younger, and stay so.
-                self._drain_late()
-                link.acknowledge(received)
-                # This comes before the frames are read: see Delivery.done.
-                link.peer = peer
-                for delivery in link.kept:
-                    long = any(map(is_large, delivery.frames))
-                    parts, delivery.trackers = _tracked(Long(delivery.frames) if long else delivery.frames)
-                    flags: Sequence[int] = (_MORE,) * len(delivery.frames) + (_NOBLOCK,)
-                    sequence, flags = parts.to(peer) if isinstance(parts, Long) else ((peer, *parts), flags)
-                    self._unsent = map(self._send_frame, sequence, flags)
-                    self._finish_sending()
-                if self._waiting:
-                    self._after_use()
-            finally:
-                self._owner = None
+            self._check_open()
+            if self._unsent is not None:
+                self._finish_sending()
+            # They are younger, and stay so.
+            self._drain_late()
+            link.acknowledge(received)
+            # This comes before the frames are read: see Delivery.done.
+            link.peer = peer
+            for delivery in link.kept:
+                long = any(map(is_large, delivery.frames))
+                parts, delivery.trackers = _tracked(Long(delivery.frames) if long else delivery.frames)
+                flags: Sequence[int] = (_MORE,) * len(delivery.frames) + (_NOBLOCK,)
+                sequence, flags = parts.to(peer) if isinstance(parts, Long) else ((peer, *parts), flags)
+                self._unsent = map(self._send_frame, sequence, flags)
+                self._finish_sending()
+            if self._waiting:
+                self._after_use()
         self._send_late()
 
     def receive(
@@ -373,24 +367,20 @@ class Channel:
         Raises:
             ChannelClosed: it is closed, or was closed meanwhile.
         """
-        if self._owner == threading.get_ident():
+        if self._held_here():
             raise DistruntimeError(
                 "a finalizer or a signal handler that runs inside the socket's own code cannot wait for a "
                 "value: let it note what it "
                 "wants, and read later"
             )
         with shield, self._lock:
-            self._owner = threading.get_ident()
-            try:
-                if self._closed:
-                    raise ChannelClosed(_CLOSED)
-                if self._connections.poll(0):
-                    # The connections are read before their messages, so each message is received with its fd.
-                    self._connections.read()
-                self._inbox.drain()
-                self._waiting = waiting = not self._inbox.messages and timeout != 0
-            finally:
-                self._owner = None
+            if self._closed:
+                raise ChannelClosed(_CLOSED)
+            if self._connections.poll(0):
+                # The connections are read before their messages, so each message is received with its fd.
+                self._connections.read()
+            self._inbox.drain()
+            self._waiting = waiting = not self._inbox.messages and timeout != 0
         if self._late:
             self._send_late()
         if waiting:
@@ -518,6 +508,15 @@ class Channel:
         if self._waiting and self._option(_EVENTS) & _POLLIN:
             self._wake.signal()
 
+    def _held_here(self) -> bool:
+        """Whether this very thread uses the socket: a handler or a finalizer runs inside that."""
+        held: bool = self._lock._is_owned()  # type: ignore[attr-defined]
+        return held
+
+    def _take_at_once(self) -> bool:
+        """Take the lock if nobody has it, this thread included."""
+        return not self._held_here() and self._lock.acquire(blocking=False)
+
     def _send_late(self) -> None:
         """Send what came while somebody was using the socket.
 
@@ -525,9 +524,8 @@ class Channel:
         """
         while self._late:
             with shield:
-                if not self._lock.acquire(blocking=False):
+                if not self._take_at_once():
                     return
-                self._owner = threading.get_ident()
                 try:
                     if self._closed:
                         self._late.clear()
@@ -536,7 +534,6 @@ class Channel:
                     if self._waiting:
                         self._after_use()
                 finally:
-                    self._owner = None
                     self._lock.release()
 
     def _drain_late(self) -> None:
@@ -570,16 +567,12 @@ class Channel:
             # libzmq's own thread may need this core to bring what is looked for.
             _yield()
             with self._lock:
-                self._owner = threading.get_ident()
-                try:
-                    if self._closed:
-                        return
-                    if self._option(_EVENTS) & _POLLIN:
-                        with shield, suppress(zmq.Again):
-                            self._inbox.read()
-                        return
-                finally:
-                    self._owner = None
+                if self._closed:
+                    return
+                if self._option(_EVENTS) & _POLLIN:
+                    with shield, suppress(zmq.Again):
+                        self._inbox.read()
+                    return
             if self._late:
                 self._send_late()
 
@@ -590,14 +583,10 @@ class Channel:
             left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
             ready = self._polled(left)
             with shield, self._lock:
-                self._owner = threading.get_ident()
-                try:
-                    if self._closed:
-                        raise ChannelClosed(_CLOSED)
-                    # Otherwise the time is up.
-                    waiting = bool(ready) and self._look(ready)
-                finally:
-                    self._owner = None
+                if self._closed:
+                    raise ChannelClosed(_CLOSED)
+                # Otherwise the time is up.
+                waiting = bool(ready) and self._look(ready)
             if self._late:
                 self._send_late()
 
@@ -658,7 +647,7 @@ def _abandon_in_child() -> None:
     _begun.clear()
     for channel in _channels:
         # Another thread may have held it when the process forked.
-        channel._lock = threading.Lock()
+        channel._lock = threading.RLock()
         channel._closed = True
         _abandoned.append(channel)
     _channels.clear()

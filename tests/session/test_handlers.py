@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from typing import Any
 
@@ -60,6 +61,41 @@ def test_a_message_that_a_handler_has_taken_is_not_missed(
     opened.receiver._take_in()
     monkeypatch.undo()
     assert torch.ones(1, device=REMOTE).item() == 1
+
+
+def test_a_handler_that_strikes_as_the_socket_is_taken_is_refused(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handler runs after the lock is taken and before its holder's next line.
+
+    It is played, as this is a matter of one bytecode. The thread waited for itself here, for ever.
+    """
+    channel, refused = active_session().channel, list[str]()
+    x = torch.ones(3, device=REMOTE)
+
+    class Struck:
+        """The socket's lock; a handler strikes when a read takes it for the first time."""
+
+        def __init__(self) -> None:
+            self._inner, self._left = threading.RLock(), 1
+            self.acquire, self.release = self._inner.acquire, self._inner.release
+            self._is_owned = self._inner._is_owned  # type: ignore[attr-defined]
+
+        def __enter__(self) -> None:
+            self.acquire()
+            if self._left and threading.current_thread() is threading.main_thread():
+                self._left = 0
+                with pytest.raises(dr.DistruntimeError, match="signal handler") as error:
+                    x.sum().item()
+                refused.append(str(error.value))
+
+        def __exit__(self, *_: object) -> None:
+            self.release()
+
+    y = x + 1
+    monkeypatch.setattr(channel, "_lock", Struck())
+    assert y.tolist() == [2.0] * 3
+    assert len(refused) == 1
 
 
 @pytest.mark.parametrize("depth", [65, 400, 1000, 100_000])

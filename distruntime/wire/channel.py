@@ -139,6 +139,8 @@ class Channel:
         # It knows its owner from the moment in which it is taken: a signal's handler may strike before the
         # holder's next line, and must be refused there and not wait for its own thread.
         self._lock = threading.RLock()
+        # It tells whether this very thread uses the socket: a handler or a finalizer runs inside that then.
+        self._held_here: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
         # Messages wait here if they come while another thread uses the socket.
         self._late: deque[tuple[Peer | Link, Delivery | None, Long | Sequence[Part], Sequence[int]]] = deque()
         self._closed = False
@@ -281,7 +283,7 @@ class Channel:
         with shield:
             # This must never wait for the lock: its holder may be in a finalizer that waits for a lock of
             # this thread's, or may be this very thread.
-            if not self._take_at_once():
+            if self._held_here() or not self._lock.acquire(blocking=False):
                 self._late.append((to, delivery, parts, flags))
                 self._send_late()
             else:
@@ -508,15 +510,6 @@ class Channel:
         if self._waiting and self._option(_EVENTS) & _POLLIN:
             self._wake.signal()
 
-    def _held_here(self) -> bool:
-        """Whether this very thread uses the socket: a handler or a finalizer runs inside that."""
-        held: bool = self._lock._is_owned()  # type: ignore[attr-defined]
-        return held
-
-    def _take_at_once(self) -> bool:
-        """Take the lock if nobody has it, this thread included."""
-        return not self._held_here() and self._lock.acquire(blocking=False)
-
     def _send_late(self) -> None:
         """Send what came while somebody was using the socket.
 
@@ -524,7 +517,7 @@ class Channel:
         """
         while self._late:
             with shield:
-                if not self._take_at_once():
+                if self._held_here() or not self._lock.acquire(blocking=False):
                     return
                 try:
                     if self._closed:
@@ -648,6 +641,7 @@ def _abandon_in_child() -> None:
     for channel in _channels:
         # Another thread may have held it when the process forked.
         channel._lock = threading.RLock()
+        channel._held_here = channel._lock._is_owned  # type: ignore[attr-defined]
         channel._closed = True
         _abandoned.append(channel)
     _channels.clear()

@@ -216,9 +216,12 @@ def expected(*sizes: int) -> subprocess.Popen[bytes]:
     )
 
 
-def collect(process: subprocess.Popen[bytes], timeout: float = 60.0) -> dict[int, Results]:
+def collect(process: subprocess.Popen[bytes], timeout: float = 110.0) -> dict[int, Results]:
     """Block until the results are there, by size."""
-    written, _ = process.communicate(timeout=timeout)
+    # The end of the block closes the pipe, also where the results come too late.
+    assert process.stdout is not None
+    with process.stdout:
+        written, _ = process.communicate(timeout=timeout)
     assert process.returncode == 0
     results: dict[int, Results] = pickle.load(io.BytesIO(written))
     return results

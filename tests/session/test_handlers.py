@@ -79,7 +79,7 @@ def test_a_handler_that_strikes_as_the_socket_is_taken_is_refused(
         def __init__(self) -> None:
             self._inner, self._left = threading.RLock(), 1
             self.acquire, self.release = self._inner.acquire, self._inner.release
-            self._is_owned = self._inner._is_owned  # type: ignore[attr-defined]
+            self.held_here = self._inner._is_owned  # type: ignore[attr-defined]
 
         def __enter__(self) -> None:
             self.acquire()
@@ -93,7 +93,9 @@ def test_a_handler_that_strikes_as_the_socket_is_taken_is_refused(
             self.release()
 
     y = x + 1
-    monkeypatch.setattr(channel, "_lock", Struck())
+    lock = Struck()
+    monkeypatch.setattr(channel, "_lock", lock)
+    monkeypatch.setattr(channel, "_held_here", lock.held_here)
     assert y.tolist() == [2.0] * 3
     assert len(refused) == 1
 

@@ -74,8 +74,9 @@ if typing.TYPE_CHECKING:
     from .publishing.publish import lookup, names, publish, unpublish
     from .python.files import pull, push
     from .python.loader import DataLoader, data_loader
-    from .python.objects import RemoteFunction, RemoteObject, remote
+    from .python.objects import RemoteObject
     from .python.pretrained import from_pretrained
+    from .python.remote import RemoteFunction, remote
     from .python.remote_module import RemoteModule
     from .python.shipping import Comparison, compare, ship
     from .python.spmd import SpmdFunction, spmd

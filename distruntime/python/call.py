@@ -6,23 +6,21 @@ operands of these sizes; else the worker is asked for it, which is one round tri
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import msgpack
 import torch
 from torch.utils._pytree import tree_map
 
-from ..errors import InternalError, NotSupportedError, PlacementError, UsageError
+from ..errors import InternalError, PlacementError, UsageError
 from ..log.handle import Handle, Residence, Storage, new_value, next_ref
 from ..log.issue import issue
 from ..log.line import Line, user_line
 from ..log.log import Log, relieve
 from ..log.mesh_log import MeshLog
 from ..log.read_only import ReadOnlyStorage
-from ..log.shards import member_of, mesh_of
+from ..log.shards import member_of
 from ..log.spec import NO_TENSOR, Spec
 from ..operators.ask_worker import ask_specs
 from ..operators.proxies import wrap
@@ -32,15 +30,17 @@ from ..session.session import active_session, session_of_log
 from ..session.stalls import before_wait, note_wait
 from ..tensors.tensor import DistributedTensor
 from ..wire.codec import OPERAND, pack_constant, unpack_constant
-from .pickling import Given, Operand, pack, pack_code
+from .callee import Callee, Options, Signature, kinds_of, recall, remember, signatures, upload_bytes
+from .pickling import Given, Operand, pack
+from .results import joined, recorded, tensor_proxies
 from .structure import (
     NOTHING,
     OBJECT,
     built,
     declared,
     handles_of,
+    is_fresh,
     leaves,
-    memory_of,
     repeats,
     require,
     wants_grad,
@@ -48,124 +48,12 @@ from .structure import (
 
 # A pickle of up to so many bytes rides in the log; a larger one is uploaded.
 _INLINE = 1 << 14
-# So many functions are kept on a worker, those that were called last.
-_MOST_CODE = 256
-# So many functions are known here, and so many names below each.
-_MOST_CALLEES, _MOST_CHILDREN = 4096, 1024
-# A number that has been so many different ones, with one structure of the result, is no part of what decides
-# about it.
-_ALIKE = 3
-# So many signatures are known of a place. Arguments that are pickled may be others at each call.
-_MOST_KNOWN = 1 << 16
 ASK = "ask"
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a function is called.
-
-    `writes` has the numbers of the operands that it changes; None says that it may change any. `random` says
-    that it may draw.
-    """
-
-    returns: object = field(default=None, compare=False)
-    writes: tuple[int, ...] | None = None
-    random: bool = True
-    timeout: float | None = None
-    # It stands for `returns`, and has a hash: a tree of examples has none.
-    _returns: object = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        tree = isinstance(self.returns, (tuple, list, Mapping))
-        object.__setattr__(self, "_returns", object() if tree else self.returns)
-
-
-# The user's own functions: no type says what they take.
-Function = Callable[..., object]  # type: ignore[explicit-any]
-
-
-class Callee:
-    """What is called, and what is known of its results: one for each code, and for each name below it.
-
-    `name` is for people. `code` is the user's function or class; without it the worker has what is called
-    under `named`. What is remembered of a call is remembered under the callee.
-    """
-
-    __slots__ = ("_children", "code", "is_method", "name", "named", "objects")
-
-    def __init__(self, name: str, named: str = "", code: Code | None = None) -> None:
-        self.name, self.named, self.code = name, named, code
-        self._children: dict[str, Callee] = {}
-        # It says whether this attribute is called rather than read. It is None where nobody has asked yet.
-        self.is_method: bool | None = None
-        # What has returned an object once is not asked again what it returns for such arguments.
-        self.objects: set[tuple[object, ...]] = set()
-
-    def child(self, key: str, name: str, named: str) -> Callee:
-        """Return the callee for what is done with a result of this one: an attribute, an item, a call."""
-        found = self._children.get(key)
-        if found is None:
-            if len(self._children) >= _MOST_CHILDREN:
-                self._children.clear()
-            found = self._children[key] = Callee(name, named)
-        return found
-
-
-class Code:
-    """A function or a class of the user's, as it travels."""
-
-    def __init__(self, thing: object, name: str) -> None:
-        self.thing, self.name = thing, name
-        self._pickled = pack_code(thing, name)
-        self.digest = hashlib.sha256(self._pickled).digest()
-
-    @classmethod
-    def callee(cls, thing: object, name: str) -> Callee:
-        """Return the callee of a function or a class: the one of an equal one, if there is one."""
-        code = cls(thing, name)
-        found = _callees.pop(code.digest, None) or Callee(name, code=code)
-        while len(_callees) >= _MOST_CALLEES:
-            _callees.pop(next(iter(_callees)))
-        # The one that was made last stands last.
-        _callees[code.digest] = found
-        return found
-
-    def there(self, home: Residence, line: Line) -> Handle:
-        """Return the handle of this code on a worker, which gets it where it does not have it."""
-        known, digest = home.node.code, self.digest
-        found = known.pop(digest, None)
-        if found is None:
-            for prepare in before_code:
-                prepare(home)
-            sent = upload_bytes(self._pickled, home)
-            found = new_value(NO_TENSOR, home)
-            fields = [f"python::load {self.name}", [OPERAND], {}, 1]
-            with home.node.lock:
-                number = home.node.template(msgpack.packb(fields), fields)
-                issue([number, sent.ref, found.ref], [found], [sent], (), home, line)
-            while len(known) >= _MOST_CODE:
-                known.pop(next(iter(known)))
-        # The one that was called last stands last.
-        known[digest] = found
-        assert isinstance(found, Handle)
-        return found
-
-
-_callees: dict[bytes, Callee] = {}
-# These are called before code goes to a worker that does not have it: see `ship`.
-before_code: list[Callable[[Residence], None]] = []
-
-
-def upload_bytes(data: bytes, home: Residence) -> Handle:
-    """Send bytes to a node, as a tensor of its CPU."""
-    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return upload(tensor, home, stay_on_cpu=True)
-
+# What the last item of an iterator is followed by.
+END = object()
 
 # What makes an object's proxy of its handle and of what it came from.
 Keep = Callable[[Handle, Callee], object]
-
-
 # This is remembered of a call with nothing but operands, which returns one tensor or one object: the number
 # of its template, the words before its operands' refs, the spec of a tensor, and what keeps the code there.
 Entry = tuple[int, tuple[object, ...], Spec | None, object]
@@ -316,38 +204,6 @@ class _Call:
             [isinstance(o, DistributedTensor) and o.requires_grad for o in operands] if self.grad else None
         )
 
-    def _signatures(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[tuple[object, ...]]:
-        """Return what the result's structure is remembered under: with the numbers that were given, and
-        without them.
-        """
-        flags = None if self.flags is None else tuple(self.flags)
-        memories = [id(handle.storage) for handle in self.handles]
-        specs: tuple[object, ...] = tuple([handle.spec for handle in self.handles])
-        if len({*memories}) < len(memories):
-            # Operands that share memory: a result in it is said to be in the first one's.
-            specs = *specs, tuple([memories.index(memory) for memory in memories])
-        values = (*args, *kwargs.values())
-        plain = (*args, *kwargs, *kwargs.values())
-        exact: object = self.pickled if len(self.pickled) <= 256 else hashlib.sha256(self.pickled).digest()
-        if not all(type(v) in _PLAIN or isinstance(v, (DistributedTensor, Operand)) for v in values):
-            return [("python", self.callee, exact, flags, self.lower, specs)]
-        # Floats decide about no size.
-        strict = tuple([float if type(v) is float else v for v in plain if type(v) in _PLAIN])
-        loose = tuple([type(v) if type(v) in (int, float) else v for v in plain if type(v) in _PLAIN])
-        kinds = tuple([type(v) for v in values])
-        return [
-            ("python", self.callee, kinds, numbers, flags, self.lower, specs)
-            for numbers in dict.fromkeys((strict, ("any", *loose)))
-        ]
-
-    def _kinds(self, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[object, ...]:
-        """Return what it depends on whether the result is an object: names and flags, and other's types.
-
-        A dictionary has a number under one name, and a tensor under another one.
-        """
-        values = (*args, *kwargs.values())
-        return (*kwargs, *[v if type(v) in (str, bool) else type(v) for v in values])
-
     def result(
         self,
         args: Sequence[object],
@@ -358,32 +214,20 @@ class _Call:
         """Issue the call and return its result. `key` is where a call with operands only is remembered."""
         returns = self.options.returns
         if returns == ASK:
-            return self._asked([], keep, None)
+            return self.answered(self.ask(), [], keep)
         if returns is not None:
-            return self._known(
-                self._declared(returns, args, kwargs), keep, None if callable(returns) else key
-            )
-        kinds = self._kinds(args, kwargs)
-        if kinds in self.callee.objects:
+            thing = None if self.callee.code is None else self.callee.code.thing
+            expected = declared(returns, thing, args, kwargs)
+            return self._known(expected, keep, None if callable(returns) else key)
+        kinds = kinds_of(args, kwargs)
+        if self.callee.returns_object(kinds):
             return self._known(OBJECT, keep, key)
-        signatures, table = self._signatures(args, kwargs), self.home.signatures
-        known = table.get(signatures[0])
-        if known is None and len(signatures) > 1:
-            alike = table.get(signatures[1])
-            known = alike[0] if isinstance(alike, tuple) and alike[1] >= _ALIKE else None
+        modes = None if self.flags is None else tuple(self.flags), self.lower
+        under = signatures(self.callee, args, kwargs, self.pickled, self.handles, modes)
+        known = recall(self.home.signatures, under)
         if known is None:
-            return self._asked(signatures, keep, kinds)
+            return self.answered(self.ask(), under, keep, kinds)
         return self._known(known, keep, key)
-
-    def _declared(self, returns: object, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        if returns == "fake":
-            if self.callee.code is None or not callable(self.callee.code.thing):
-                raise NotSupportedError('returns="fake" is for functions of yours, which are run here')
-            returns = self.callee.code.thing
-        if callable(returns) and returns is not object:
-            fakes, named = tree_map(_fake, (tuple(args), dict(kwargs)))
-            returns = returns(*fakes, **named)
-        return declared(returns)
 
     # -- the instruction -------------------------------------------------------------------------------------
 
@@ -427,12 +271,6 @@ class _Call:
         # An object may write the tensors that were taken out of objects: parameters of a model, for example.
         return [*found, *self.home.memories.values()] if self.home.memories else found
 
-    def _asked(
-        self, signatures: list[tuple[object, ...]], keep: Keep, kinds: tuple[object, ...] | None
-    ) -> object:
-        """Issue the call and block until the worker has told what the result is."""
-        return self.answered(self.ask(), signatures, keep, kinds)
-
     def ask(self) -> _Question:
         """Issue the call with a question what the result is. Return at once."""
         self._bump()
@@ -447,11 +285,14 @@ class _Call:
     def answered(
         self,
         question: _Question,
-        signatures: list[tuple[object, ...]],
+        under: list[Signature],
         keep: Keep,
         kinds: tuple[object, ...] | None = None,
     ) -> object:
-        """Block until the worker has told what the result is, and return the result."""
+        """Block until the worker has told what the result is, and return the result.
+
+        What it is is remembered `under` these signatures, or as an object for arguments of these `kinds`.
+        """
         request, whole, tape = question
         structure = require(self._described(request), len(self.handles))
         # An attribute that is None now may be a tensor later.
@@ -459,12 +300,10 @@ class _Call:
             return keep(whole, self.callee)
         if structure in (OBJECT, NOTHING):
             if kinds is not None:
-                if len(self.callee.objects) >= _MOST_CHILDREN:
-                    self.callee.objects.clear()
-                self.callee.objects.add(kinds)
+                self.callee.note_object(kinds)
             return keep(whole, self.callee)
-        if repeats(structure) and signatures:
-            self._remember(structure, signatures)
+        if repeats(structure) and under:
+            remember(self.home.signatures, under, structure)
         if structure == "end":
             return END
         with self.node.lock:
@@ -478,21 +317,6 @@ class _Call:
             fresh = handles_of(structure, self.home, self.handles)
             issue([number, whole.ref, *(h.ref for h in fresh)], fresh, [whole], (), self.home, self.line)
         return self._built(structure, fresh, tape, keep)
-
-    def _remember(self, structure: object, signatures: list[tuple[object, ...]]) -> None:
-        table = self.home.signatures
-        if len(table) >= _MOST_KNOWN:
-            table.clear()
-        table[signatures[0]] = structure
-        for loose in signatures[1:]:
-            alike = table.get(loose)
-            if not isinstance(alike, tuple):
-                table[loose] = structure, 1
-            # Once sizes have followed the numbers, they may again.
-            elif alike[0] != structure:
-                table[loose] = alike[0], -(1 << 30)
-            else:
-                table[loose] = structure, alike[1] + 1
 
     def _described(self, request: Request[object]) -> object:
         started, session = time.perf_counter(), session_of_log(self.node)
@@ -542,7 +366,11 @@ class _Call:
         number, taken = words[0], 1 + len(fresh) + len(self.handles)
         alone = structure == OBJECT or (isinstance(structure, list) and structure[0] == "tensor")
         spec = None if structure == OBJECT else fresh[0].spec
-        if not alone or self._sent is not None or (spec is not None and (spec.bits or not _own(structure))):
+        if (
+            not alone
+            or self._sent is not None
+            or (spec is not None and (spec.bits or not is_fresh(structure)))
+        ):
             return
         assert isinstance(number, int)
         entry: Entry = number, tuple(words[1 : len(words) - taken + 1]), spec, self._what
@@ -556,33 +384,11 @@ class _Call:
                 torch.autograd.graph.increment_version(written)
 
     def _built(self, structure: object, fresh: list[Handle], tape: Handle | None, keep: Keep) -> object:
-        proxies: list[object] = []
-        fields = [*leaves(structure)]
-        for handle, leaf in zip(fresh, fields):
-            if not leaf:
-                proxies.append(keep(handle, self.callee))
-                continue
-            base = memory_of(leaf)
-            given = self.operands[base] if 0 <= base < len(self.operands) else None
-            if isinstance(given, DistributedTensor) and not wants_grad(leaf):
-                proxies.append(_within(given, handle))
-            else:
-                proxies.append(wrap(DistributedTensor, handle))
-        if tape is not None and any(map(wants_grad, fields)):
-            proxies = self._recorded(proxies, fields, tape)
-        return built(structure, iter(proxies))
-
-    def _recorded(self, proxies: list[object], fields: list[Sequence[object]], tape: Handle) -> list[object]:
-        """Return the proxies as results of one node of this process's autograd graph."""
-        tensors = [(k, p) for k, p in enumerate(proxies) if isinstance(p, DistributedTensor)]
-        still = [wants_grad(fields[k]) for k, _ in tensors]
-        inputs = [o for o in self.operands if isinstance(o, DistributedTensor) and o.requires_grad]
-        # What wants gradients may be parameters of the worker's own objects only.
-        start = torch.empty(0, device="cpu", requires_grad=True)
-        outputs = _Recorded.apply(self.callee.name, tape, [p for _, p in tensors], still, start, *inputs)  # type: ignore[no-untyped-call]
-        for (k, _), output in zip(tensors, outputs):
-            proxies[k] = output
-        return proxies
+        found = tensor_proxies(structure, fresh, self.operands)
+        if tape is not None and any(map(wants_grad, leaves(structure))):
+            found = recorded(self.callee.name, structure, found, self.operands, tape)
+        objects = [keep(h, self.callee) if proxy is None else proxy for h, proxy in zip(fresh, found)]
+        return built(structure, iter(objects))
 
 
 def ask_ahead(
@@ -600,102 +406,6 @@ def ask_ahead(
 
 def _kept(request: Request[object]) -> None:
     """Keep an answer for whoever asks for it."""
-
-
-END = object()
-_PLAIN = {int, float, str, bool, bytes, type(None)}
-
-
-def _own(structure: object) -> bool:
-    return all(bool(fields) and fields[-1] == -1 for fields in leaves(structure))
-
-
-def _within(operand: DistributedTensor, handle: Handle) -> DistributedTensor:
-    """Return the proxy of a result that is in an operand's memory: autograd counts their writes together."""
-    spec, whole = handle.spec, operand._handle.spec
-    if (spec.dtype, spec.bits) != (whole.dtype, whole.bits) or spec.extent > whole.extent:
-        made: DistributedTensor = wrap(DistributedTensor, handle)
-        return made
-    # Torch makes a view of the operand, whose value nobody needs.
-    found: DistributedTensor = operand.detach()  # type: ignore[assignment]
-    if spec != whole:
-        found = found.as_strided(spec.size, spec.stride, spec.offset)  # type: ignore[assignment]
-    found._handle = handle
-    return found
-
-
-def _fake(leaf: object) -> object:
-    """Return what a function of the arguments gets in the place of a tensor: its metadata."""
-    if isinstance(leaf, DistributedTensor):
-        return leaf._handle.spec.meta().requires_grad_(leaf.requires_grad)
-    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
-
-
-class _Recorded(torch.autograd.Function):
-    """A call that the worker has recorded: its backward is one instruction."""
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        name: str,
-        tape: Handle,
-        outputs: list[torch.Tensor],
-        wanted: list[bool],
-        start: torch.Tensor,
-        *inputs: DistributedTensor,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.name, ctx.tape = name, tape  # type: ignore[attr-defined]
-        ctx.specs = [x._handle.spec for x in inputs]  # type: ignore[attr-defined]
-        ctx.mark_non_differentiable(*[o for o, wants in zip(outputs, wanted) if not wants])
-        ctx.set_materialize_grads(False)
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: _Recorded, *grads: DistributedTensor | None) -> tuple[object, ...]:
-        with torch.no_grad():
-            found = _gradients(ctx.name, ctx.tape, ctx.specs, grads)  # type: ignore[attr-defined]
-        # Under `create_graph=True` somebody will differentiate the gradients, and the tape is read once.
-        if torch.is_grad_enabled():
-            found = [_Once.apply(ctx.name, g.detach().requires_grad_()) for g in found]  # type: ignore[attr-defined, no-untyped-call]
-        return (None, None, None, None, None, *found)
-
-
-class _Once(torch.autograd.Function):
-    """Gradients of a call, which cannot be differentiated again."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, name: str, found: torch.Tensor) -> torch.Tensor:
-        ctx.name = name  # type: ignore[attr-defined]
-        return found.view_as(found)
-
-    @staticmethod
-    def backward(ctx: _Once, grad: torch.Tensor) -> tuple[object, ...]:
-        raise NotSupportedError(
-            f"the gradients of {ctx.name} cannot be differentiated again (create_graph=True): "  # type: ignore[attr-defined]
-            "take both gradients inside the function, and return what you need of them"
-        )
-
-
-def _gradients(
-    name: str, tape: Handle, specs: Sequence[Spec], grads: Sequence[DistributedTensor | None]
-) -> list[DistributedTensor]:
-    """Issue the backward of a call; return the gradients of its inputs."""
-    home, line = tape.place, user_line()
-    node = home.node
-    relieve(node)
-    given = [g._handle for g in grads if g is not None]
-    made = [new_value(spec, home) for spec in specs]
-    with node.lock:
-        fields = [
-            f"python::backward {name}",
-            [OPERAND, *(None if g is None else OPERAND for g in grads)],
-            {},
-            [1] * len(made),
-        ]
-        number = node.template(msgpack.packb(fields), fields)
-        words = [number, tape.ref, *(h.ref for h in given), *(h.ref for h in made)]
-        issue(words, made, [tape, *given], [tape.storage], home, line)
-    return [wrap(DistributedTensor, handle) for handle in made]
 
 
 # -- on the members of a mesh --------------------------------------------------------------------------------
@@ -725,39 +435,4 @@ def _each(
 
         own, named = tree_map(member, (tuple(args), dict(kwargs)))
         found.append(invoke(callee, options, own, named, there, keep))
-    return _joined(callee, log, home, found)
-
-
-class _Joined(torch.autograd.Function):
-    """The members' results, as one tensor of the mesh: each gets its member's gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, whole: DistributedTensor, *shards: torch.Tensor
-    ) -> DistributedTensor:
-        del ctx, shards
-        return whole
-
-    @staticmethod
-    def backward(ctx: _Joined, grad: DistributedTensor) -> tuple[object, ...]:
-        wanted: tuple[bool, ...] = ctx.needs_input_grad[1:]
-        return (None, *[grad.member(k) if wants else None for k, wants in enumerate(wanted)])
-
-
-def _joined(callee: Callee, log: MeshLog, home: Residence, found: list[object]) -> object:
-    first = found[0]
-    if isinstance(first, DistributedTensor):
-        specs = {id(t._handle.spec) for t in found if isinstance(t, DistributedTensor)}
-        if len(specs) > 1 or not all(isinstance(t, DistributedTensor) for t in found):
-            raise NotSupportedError(
-                f"{callee.name} returned other sizes on some members, and a mesh's tensor has one shape: "
-                "call it for each, x.member(k)"
-            )
-        shards = [t for t in found if isinstance(t, DistributedTensor)]
-        whole = wrap(DistributedTensor, mesh_of(log, home, [t._handle for t in shards]))
-        return _Joined.apply(whole, *shards) if any(t.requires_grad for t in shards) else whole  # type: ignore[no-untyped-call]
-    if isinstance(first, (tuple, list)) and type(first) in (tuple, list):
-        return type(first)(_joined(callee, log, home, list(items)) for items in zip(*found))
-    if isinstance(first, dict):
-        return {key: _joined(callee, log, home, [one[key] for one in found]) for key in first}  # type: ignore[index]
-    return found
+    return joined(callee.name, log, home, found)

@@ -16,7 +16,7 @@ from ..operators.transfer import upload
 from ..session.session import active_session
 from ..tensors.fetch import Fetched, fetch, fetch_async
 from ..tensors.tensor import DistributedTensor
-from .call import Options
+from .callee import Options
 from .sent import host, run_at
 from .sent_files import Entry, Incoming, ended, here, listed, piece_of, received, whole_file
 

@@ -22,7 +22,8 @@ from ..log.shards import mesh_of
 from ..operators.proxies import wrap
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
-from .call import ASK, Options, ask_ahead
+from .call import ASK, ask_ahead
+from .callee import Options
 from .objects import RemoteObject
 from .sent import callee_of, run_at
 from .sent_loader import Loader, begun, length_of, next_of

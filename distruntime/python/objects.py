@@ -1,27 +1,26 @@
-"""Objects that live on a worker, and functions that run there: `dr.remote`."""
+"""Objects that live on a worker: attributes, methods and items of their proxies are calls there."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, SupportsIndex, overload
+from typing import Any, SupportsIndex
 
 import msgpack
 
-from ..errors import PlacementError, ProtocolError, UsageError, drop_frames, without_our_frames
-from ..log.handle import Handle, Residence, new_value
+from ..errors import ProtocolError, UsageError, drop_frames, without_our_frames
+from ..log.handle import Handle, new_value
 from ..log.line import user_line
 from ..log.spec import NO_TENSOR, spec_from_wire
 from ..operators.ask_worker import ask_specs
 from ..operators.transfer import request as request_value
 from ..operators.transfer import tensor_from
 from ..session.requests import Request
-from ..session.session import active_session, session_of_log
-from ..session.spelling import named, on_node, require_alone
+from ..session.session import session_of_log
 from ..tensors.fetch import Arriving, Fetchable, fetch, fetch_async
 from ..wire.codec import ALIGNED, OPERAND, tensor_bytes
-from .call import ASK, END, Callee, Code, Function, Options, invoke
+from .call import ASK, END, invoke
+from .callee import Callee, Options
 from .pickling import Operand, unpickled
 
 _set = object.__setattr__
@@ -305,177 +304,3 @@ def keep(handle: Handle, callee: Callee) -> RemoteObject:
 _of_objects = Options()
 _asking = Options(returns=ASK)
 _kept = Options(returns=object)
-
-
-def residence_of(place: object, node: int | None) -> Residence | None:
-    """Return the place that `place` or `node` names; None where nothing is named."""
-    if place is None and node is None:
-        return None
-    places = active_session().places
-    if place is None:
-        assert node is not None
-        return places.residence(on_node(places, node))
-    require_alone(place, "node", node)
-    found = named(places, getattr(place, "device", place))
-    if found is None:
-        raise PlacementError(f"place={place!r:.60}: expected dr.place(node, device), x.device or a mesh")
-    return found
-
-
-class RemoteFunction:
-    """A function or a class that runs on workers: see `remote`."""
-
-    def __init__(self, thing: Function, place: object, node: int | None, options: Options) -> None:
-        if not callable(thing):
-            raise UsageError(f"dr.remote takes a function or a class, got {thing!r:.60}")
-        functools.update_wrapper(self, thing)
-        name = getattr(thing, "__qualname__", type(thing).__name__).replace("<locals>.", "")
-        self._thing, self._name = thing, name
-        self._callee: Callee | None = None
-        self._place, self._node, self._options = place, node, options
-        self._own = _parameters(thing)
-
-    def __repr__(self) -> str:
-        return f"<remote function {self._name}>"
-
-    def options(
-        self,
-        *,
-        place: object = None,
-        node: int | None = None,
-        returns: object = None,
-        writes: object = None,
-        random: bool | None = None,
-        timeout: float | None = None,
-    ) -> RemoteFunction:
-        """Return this function with other options: see `remote`."""
-        made = object.__new__(RemoteFunction)
-        made.__dict__.update(self.__dict__)
-        if place is not None or node is not None:
-            made._place, made._node = place, node
-        was = self._options
-        made._options = Options(
-            was.returns if returns is None else returns,
-            was.writes if writes is None else _positions(self._thing, writes),
-            was.random if random is None else random,
-            was.timeout if timeout is None else timeout,
-        )
-        return made
-
-    def __call__(self, *args: object, **kwargs: object) -> Result:
-        """Run it on a worker: see `remote`."""
-        try:
-            callee = self._callee or self.callee()
-            home = self._home(kwargs) if kwargs or self._placed else None
-            return invoke(callee, self._options, args, kwargs, home, keep)
-        except BaseException as error:
-            drop_frames(error)
-            raise
-
-    def callee(self) -> Callee:
-        """Return what is called, pickled at the first call: what it names may be defined after it."""
-        if self._callee is None:
-            self._callee = Code.callee(self._thing, self._name)
-        return self._callee
-
-    @property
-    def _placed(self) -> bool:
-        return self._place is not None or self._node is not None
-
-    def _home(self, kwargs: dict[str, object]) -> Residence | None:
-        place, node = self._place, self._node
-        if "place" in kwargs and "place" not in self._own:
-            place, node = kwargs.pop("place"), None
-        if "node" in kwargs and "node" not in self._own:
-            given = kwargs.pop("node")
-            require_alone(place, "node", given) if place is not None else None
-            node = given  # type: ignore[assignment]
-        return residence_of(place, node)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # A function that calls another gets the plain one: it is on a worker already.
-        return _plain, (self._thing,)
-
-
-def _plain(thing: object) -> object:
-    return thing
-
-
-def _parameters(thing: object) -> frozenset[str]:
-    """Return the names of a function's own parameters, as far as Python knows them."""
-    try:
-        found = inspect.signature(thing).parameters  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return frozenset()
-    return frozenset(name for name, p in found.items() if p.kind is not p.VAR_KEYWORD)
-
-
-def _positions(thing: object, writes: object) -> tuple[int, ...] | None:
-    """Return the numbers of the arguments that `writes` names, by number or by name."""
-    if writes is None:
-        return None
-    given = [writes] if isinstance(writes, (int, str)) else writes
-    assert isinstance(given, (tuple, list))
-    names = [*inspect.signature(thing).parameters] if any(isinstance(w, str) for w in given) else []  # type: ignore[arg-type]
-    return tuple(names.index(w) if isinstance(w, str) else int(w) for w in given)
-
-
-@overload
-def remote(
-    fn: Function,
-    *,
-    place: object = None,
-    node: int | None = None,
-    returns: object = None,
-    writes: object = None,
-    random: bool = True,
-    timeout: float | None = None,
-) -> RemoteFunction: ...
-
-
-@overload
-def remote(
-    fn: None = None,
-    *,
-    place: object = None,
-    node: int | None = None,
-    returns: object = None,
-    writes: object = None,
-    random: bool = True,
-    timeout: float | None = None,
-) -> Callable[[Function], RemoteFunction]: ...
-
-
-@without_our_frames
-def remote(
-    fn: Function | None = None,
-    *,
-    place: object = None,
-    node: int | None = None,
-    returns: object = None,
-    writes: object = None,
-    random: bool = True,
-    timeout: float | None = None,
-) -> RemoteFunction | Callable[[Function], RemoteFunction]:
-    """Return a function (or a class) that runs on workers; also a decorator.
-
-    A call is one more instruction of the log, on the current stream: it returns at once, and its failure
-    comes up where a result is read. It runs where its remote arguments are, or at `place` or on `node` (these
-    may also stand in the call), or at the current place. The body gets real tensors. Tensor results are
-    proxies; a tuple of results is a tuple; anything else is a `RemoteObject`.
-
-    `returns` says what comes back: an example (tensors of `device="meta"` do, and tuples, lists and dicts), a
-    function of the arguments that returns one, "fake" to find out by running `fn` here on metadata, `object`
-    for no tensor, "ask" to wait for the worker's answer at each call. By default the first call with operands
-    of given sizes waits for that answer, and later ones expect the same. `writes` names the arguments that
-    `fn` changes in place: others can then be read while it runs. `random=False` says that it draws nothing,
-    and so need not keep the order of draws on other streams. `timeout` is in seconds.
-
-    The function travels once to each worker. A worker that was started with `--no-functions` runs none.
-    """
-    if fn is None:
-        return functools.partial(
-            remote, place=place, node=node, returns=returns, writes=writes, random=random, timeout=timeout
-        )
-    kind = object if returns is None and isinstance(fn, type) else returns
-    return RemoteFunction(fn, place, node, Options(kind, _positions(fn, writes), random, timeout))

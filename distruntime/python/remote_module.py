@@ -12,8 +12,10 @@ from ..log.handle import Place
 from ..session.session import active_session
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
-from .call import Callee, Code, Function, Options, invoke
-from .objects import RemoteFunction, RemoteObject, Result, keep, residence_of
+from .call import invoke
+from .callee import Callee, Code, Function, Options
+from .objects import RemoteObject, Result, keep
+from .remote import RemoteFunction, residence_of
 
 _host, _unpack = Callee("RemoteModule", "host"), Callee("RemoteModule", "unpack")
 _kept, _asking = Options(returns=object), Options(returns="ask")

@@ -6,16 +6,15 @@ They are in the modules whose names begin with "sent_".
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 from ..errors import PlacementError
 from ..log.handle import Place, Residence
 from ..session.session import active_session
 from ..session.spelling import is_node, named, on_node
-from .call import Callee, Code, Options, invoke
+from .call import invoke
+from .callee import Callee, Code, Function, Options
 from .objects import RemoteObject
 
-Function = Callable[..., object]  # type: ignore[explicit-any]
 _objects = Options(returns=object, random=False)
 
 

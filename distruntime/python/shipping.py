@@ -21,7 +21,7 @@ from ..session.session import active_session, session_of_log
 from ..session.tables import table_html, table_text
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
-from .call import before_code
+from .callee import before_code
 from .pickling import send_by_name
 from .sent import host, run_at
 from .sent_code import install, normal, shown, versions

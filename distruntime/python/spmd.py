@@ -25,7 +25,8 @@ from ..session.meeting import proposed
 from ..session.session import session_of_log
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
-from .call import Callee, Options, invoke, upload_bytes
+from .call import invoke
+from .callee import Callee, Options, upload_bytes
 from .objects import RemoteObject
 from .pickling import Operand, pack, pack_code
 

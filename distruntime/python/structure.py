@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch.utils._pytree import tree_map
 
-from ..errors import InternalError, ProtocolError, UsageError
+from ..errors import InternalError, NotSupportedError, ProtocolError, UsageError
 from ..log.handle import Handle, HeldStorage, Residence, Storage, next_ref
 from ..log.replies import is_spec
 from ..log.spec import NO_TENSOR, Spec, spec_from_wire, spec_of
+from ..tensors.tensor import DistributedTensor
 
 OBJECT = "object"
 END = "end"
@@ -74,6 +76,11 @@ def wants_grad(fields: Sequence[object]) -> bool:
     return bool(fields) and fields[-2] is True
 
 
+def is_fresh(structure: object) -> bool:
+    """Whether a result has tensors only, in memory of their own."""
+    return all(bool(fields) and memory_of(fields) == _OWN for fields in leaves(structure))
+
+
 def handles_of(structure: object, home: Residence, operands: Sequence[Handle]) -> list[Handle]:
     """Return a new handle for each leaf, in the memory that it is in."""
     found = []
@@ -110,8 +117,27 @@ def built(structure: object, values: Iterator[object]) -> object:
 # -- declared ------------------------------------------------------------------------------------------------
 
 
-def declared(returns: object) -> object:
-    """Return the structure of what `returns` shows by example: tensors of any device stand for metadata."""
+def declared(returns: object, thing: object, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """Return the structure that `returns` declares of a call of `thing`, which is None for what is there."""
+    if returns == "fake":
+        if not callable(thing):
+            raise NotSupportedError('returns="fake" is for functions of yours, which are run here')
+        returns = thing
+    if callable(returns) and returns is not object:
+        fakes, named = tree_map(_fake, (tuple(args), dict(kwargs)))
+        returns = returns(*fakes, **named)
+    return _of_example(returns)
+
+
+def _fake(leaf: object) -> object:
+    """Return what a function of the arguments gets in the place of a tensor: its metadata."""
+    if isinstance(leaf, DistributedTensor):
+        return leaf._handle.spec.meta().requires_grad_(leaf.requires_grad)
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _of_example(returns: object) -> object:
+    """Return the structure of an example: tensors of any device stand for metadata."""
     if returns is object:
         return OBJECT
     if isinstance(returns, torch.Tensor):
@@ -119,9 +145,9 @@ def declared(returns: object) -> object:
         spec: Spec = handle.spec if isinstance(handle, Handle) else spec_of(returns)
         return ["tensor", *spec.wire(), returns.requires_grad, _OWN]
     if isinstance(returns, (tuple, list)) and type(returns) in (tuple, list):
-        return [type(returns).__name__, *map(declared, returns)]
+        return [type(returns).__name__, *map(_of_example, returns)]
     if isinstance(returns, Mapping):
-        return ["dict", [*returns], *map(declared, returns.values())]
+        return ["dict", [*returns], *map(_of_example, returns.values())]
     raise UsageError(
         f"returns={returns!r:.60}: expected an example of the result (tensors, also of device='meta', and "
         'tuples, lists and dicts of them), object, "ask", "fake", or a function of the arguments that '

@@ -25,7 +25,8 @@ from ..session.meeting import proposed
 from ..session.session import active_session
 from ..session.spelling import on_node
 from ..tensors.fetch import fetch, fetch_async
-from .call import Callee, Options, invoke
+from .call import invoke
+from .callee import Callee, Options
 from .objects import RemoteObject
 
 # One command is for all nodes, so what torchrun is told on each of them is known here.

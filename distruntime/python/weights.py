@@ -19,7 +19,8 @@ from ..session.session import active_session
 from ..session.spelling import is_node, named, on_node
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
-from .call import ASK, Options, ask_ahead
+from .call import ASK, ask_ahead
+from .callee import Options
 from .objects import RemoteObject
 from .sent import callee_of, run_at
 from .sent_weights import Slices, read, sizes_of

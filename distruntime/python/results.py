@@ -1,0 +1,179 @@
+"""Proxies of what a call returns, and their gradients: the backward of a call is one instruction, too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgpack
+import torch
+
+from ..errors import NotSupportedError
+from ..log.handle import Handle, Residence, new_value
+from ..log.issue import issue
+from ..log.line import user_line
+from ..log.log import relieve
+from ..log.mesh_log import MeshLog
+from ..log.shards import mesh_of
+from ..log.spec import Spec
+from ..operators.proxies import wrap
+from ..tensors.tensor import DistributedTensor
+from ..wire.codec import OPERAND
+from .structure import leaves, memory_of, wants_grad
+
+
+def tensor_proxies(
+    structure: object, fresh: Sequence[Handle], operands: Sequence[object]
+) -> list[DistributedTensor | None]:
+    """Return the proxy of each leaf of a result that is a tensor; None for each object."""
+    found: list[DistributedTensor | None] = []
+    for handle, leaf in zip(fresh, leaves(structure)):
+        if not leaf:
+            found.append(None)
+            continue
+        base = memory_of(leaf)
+        given = operands[base] if 0 <= base < len(operands) else None
+        if isinstance(given, DistributedTensor) and not wants_grad(leaf):
+            found.append(_within(given, handle))
+        else:
+            found.append(wrap(DistributedTensor, handle))
+    return found
+
+
+def _within(operand: DistributedTensor, handle: Handle) -> DistributedTensor:
+    """Return the proxy of a result that is in an operand's memory: autograd counts their writes together."""
+    spec, whole = handle.spec, operand._handle.spec
+    if (spec.dtype, spec.bits) != (whole.dtype, whole.bits) or spec.extent > whole.extent:
+        made: DistributedTensor = wrap(DistributedTensor, handle)
+        return made
+    # Torch makes a view of the operand, whose value nobody needs.
+    found: DistributedTensor = operand.detach()  # type: ignore[assignment]
+    if spec != whole:
+        found = found.as_strided(spec.size, spec.stride, spec.offset)  # type: ignore[assignment]
+    found._handle = handle
+    return found
+
+
+# -- gradients -----------------------------------------------------------------------------------------------
+
+
+def recorded(
+    name: str,
+    structure: object,
+    found: Sequence[DistributedTensor | None],
+    operands: Sequence[object],
+    tape: Handle,
+) -> list[DistributedTensor | None]:
+    """Return the proxies as results of one node of this process's autograd graph."""
+    tensors = [proxy for proxy in found if proxy is not None]
+    wanted = [wants_grad(leaf) for leaf in leaves(structure) if leaf]
+    inputs = [o for o in operands if isinstance(o, DistributedTensor) and o.requires_grad]
+    # What wants gradients may be parameters of the worker's own objects only.
+    start = torch.empty(0, device="cpu", requires_grad=True)
+    outputs = iter(_Recorded.apply(name, tape, tensors, wanted, start, *inputs))  # type: ignore[no-untyped-call]
+    return [None if proxy is None else next(outputs) for proxy in found]
+
+
+class _Recorded(torch.autograd.Function):
+    """A call that the worker has recorded: its backward is one instruction."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        name: str,
+        tape: Handle,
+        outputs: list[torch.Tensor],
+        wanted: list[bool],
+        start: torch.Tensor,
+        *inputs: DistributedTensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.name, ctx.tape = name, tape  # type: ignore[attr-defined]
+        ctx.specs = [x._handle.spec for x in inputs]  # type: ignore[attr-defined]
+        ctx.mark_non_differentiable(*[o for o, wants in zip(outputs, wanted) if not wants])
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: _Recorded, *grads: DistributedTensor | None) -> tuple[object, ...]:
+        with torch.no_grad():
+            found = _gradients(ctx.name, ctx.tape, ctx.specs, grads)  # type: ignore[attr-defined]
+        # Under `create_graph=True` somebody will differentiate the gradients, and the tape is read once.
+        if torch.is_grad_enabled():
+            found = [_Once.apply(ctx.name, g.detach().requires_grad_()) for g in found]  # type: ignore[attr-defined, no-untyped-call]
+        return (None, None, None, None, None, *found)
+
+
+class _Once(torch.autograd.Function):
+    """Gradients of a call, which cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, name: str, found: torch.Tensor) -> torch.Tensor:
+        ctx.name = name  # type: ignore[attr-defined]
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(ctx: _Once, grad: torch.Tensor) -> tuple[object, ...]:
+        raise NotSupportedError(
+            f"the gradients of {ctx.name} cannot be differentiated again (create_graph=True): "  # type: ignore[attr-defined]
+            "take both gradients inside the function, and return what you need of them"
+        )
+
+
+def _gradients(
+    name: str, tape: Handle, specs: Sequence[Spec], grads: Sequence[DistributedTensor | None]
+) -> list[DistributedTensor]:
+    """Issue the backward of a call; return the gradients of its inputs."""
+    home, line = tape.place, user_line()
+    node = home.node
+    relieve(node)
+    given = [g._handle for g in grads if g is not None]
+    made = [new_value(spec, home) for spec in specs]
+    with node.lock:
+        fields = [
+            f"python::backward {name}",
+            [OPERAND, *(None if g is None else OPERAND for g in grads)],
+            {},
+            [1] * len(made),
+        ]
+        number = node.template(msgpack.packb(fields), fields)
+        words = [number, tape.ref, *(h.ref for h in given), *(h.ref for h in made)]
+        issue(words, made, [tape, *given], [tape.storage], home, line)
+    return [wrap(DistributedTensor, handle) for handle in made]
+
+
+# -- of the members of a mesh --------------------------------------------------------------------------------
+
+
+class _Joined(torch.autograd.Function):
+    """The members' results, as one tensor of the mesh: each gets its member's gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, whole: DistributedTensor, *shards: torch.Tensor
+    ) -> DistributedTensor:
+        del ctx, shards
+        return whole
+
+    @staticmethod
+    def backward(ctx: _Joined, grad: DistributedTensor) -> tuple[object, ...]:
+        wanted: tuple[bool, ...] = ctx.needs_input_grad[1:]
+        return (None, *[grad.member(k) if wants else None for k, wants in enumerate(wanted)])
+
+
+def joined(name: str, log: MeshLog, home: Residence, found: list[object]) -> object:
+    """Return the members' results as one: tensors as the mesh's, objects as a list by member."""
+    first = found[0]
+    if isinstance(first, DistributedTensor):
+        specs = {id(t._handle.spec) for t in found if isinstance(t, DistributedTensor)}
+        if len(specs) > 1 or not all(isinstance(t, DistributedTensor) for t in found):
+            raise NotSupportedError(
+                f"{name} returned other sizes on some members, and a mesh's tensor has one shape: "
+                "call it for each, x.member(k)"
+            )
+        shards = [t for t in found if isinstance(t, DistributedTensor)]
+        whole = wrap(DistributedTensor, mesh_of(log, home, [t._handle for t in shards]))
+        return _Joined.apply(whole, *shards) if any(t.requires_grad for t in shards) else whole  # type: ignore[no-untyped-call]
+    if isinstance(first, (tuple, list)) and type(first) in (tuple, list):
+        return type(first)(joined(name, log, home, list(items)) for items in zip(*found))
+    if isinstance(first, dict):
+        return {key: joined(name, log, home, [one[key] for one in found]) for key in first}  # type: ignore[index]
+    return found

@@ -39,6 +39,7 @@ from distruntime.wire.messages import (
 )
 
 _SEGMENTS = {MESSAGES.index(Segment), MESSAGES.index(MeshSegment)}
+_UNTOLD = 7
 _DONE = MESSAGES.index(Done)
 _BYTE = 8e-7  # seconds: `x + y`, with the free of an earlier result, has 25 bytes of a segment
 _DEVICES = [DeviceRow("cpu", "played", 0, 0, "", 0, 0, "", 5056, [])]
@@ -89,12 +90,19 @@ def main(count: int) -> None:
     )
     due: list[tuple[float, int, bytes]] = []  # when which segment has been run, and by whom
     free: dict[bytes, float] = {}  # when each worker has run what it has
+    queued: dict[bytes, int] = {}  # how many segments each worker has
+    untold: dict[bytes, int] = {}  # how many it has run since its last Done
     while True:
         if not router.poll(max(0, round((due[0][0] - time.monotonic()) * 1000)) if due else None):
             now = time.monotonic()
             while due and due[0][0] <= now:
                 _, seq, peer = heapq.heappop(due)
-                router.send_multipart([peer, msgpack.packb((_DONE, seq, [], []))])
+                queued[peer] -= 1
+                # As a worker does, it tells of several segments of a mesh while there are more.
+                untold[peer] = untold.get(peer, 0) + 1
+                if queued[peer] == 0 or untold[peer] > _UNTOLD:
+                    untold[peer] = 0
+                    router.send_multipart([peer, msgpack.packb((_DONE, seq, [], []))])
             continue
         sender, head, *body = router.recv_multipart(copy=False)
         peer = sender.bytes
@@ -103,6 +111,7 @@ def main(count: int) -> None:
             size = len(body[0]) if body else len(head)
             free[peer] = max(free.get(peer, 0.0), time.monotonic()) + size * _BYTE
             heapq.heappush(due, (free[peer], fields[0], peer))
+            queued[peer] = queued.get(peer, 0) + 1
             continue
         message = decode(head.bytes)
         if isinstance(message, Hello):

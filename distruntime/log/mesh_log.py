@@ -7,16 +7,17 @@ sends becomes a segment of each worker, between that worker's own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Protocol, TypeVar, final
 
 from ..errors import NodeFailed
 from ..wire.channel import for_many
+from ..wire.codec import encode
 from ..wire.frames import Part
 from ..wire.link import Delivery
-from ..wire.messages import MeshBody, Message, OpenMesh, Plain, stream_number
+from ..wire.messages import MeshBody, MeshSegment, Message, OpenMesh, Plain, stream_number
 from ..wire.shield import shield
 from .handle import Place, Residence
 from .log import Flight, Log, Signatures
@@ -199,9 +200,20 @@ class MeshLog(Log):
         # Ctrl-C between two workers would leave one without what the others have. Ctrl-C acts when the shield
         # ends, and by then the segment is sent.
         with shield:
+            releases: list[Callable[[], None]] = [partial(self._ran, whole)]
             whole.waiting = len(self.ranks)
+            # Workers that are in the same meshes, and in no other work, have the same numbers.
+            by_number: dict[int, list[Node]] = {}
             for node in self.ranks:
-                node.carry(Flight(0, self, whole.line_table, 0, 0, 0, 0, [partial(self._ran, whole)]), frame)
+                number = node.carry(Flight(0, self, whole.line_table, 0, 0, 0, 0, releases))
+                by_number.setdefault(number, []).append(node)
+            # These workers are lost.
+            by_number.pop(0, None)
+            for number, nodes in by_number.items():
+                head = encode(MeshSegment(number))
+                deliveries = self.session.channel.send_to_all([node.link for node in nodes], [head, frame])
+                for node, delivery in zip(nodes, deliveries):
+                    node.outlet.last = delivery
             self.outlet.unsent = None
 
     def _ran(self, whole: Flight) -> None:

@@ -13,10 +13,9 @@ from typing import Protocol, final
 
 from ..errors import NodeFailed, ProtocolError
 from ..wire.channel import Channel
-from ..wire.codec import encode, failure_from
-from ..wire.frames import Part
+from ..wire.codec import failure_from
 from ..wire.link import Link
-from ..wire.messages import FORGET, Done, Failure, MeshSegment, Segment, Welcome
+from ..wire.messages import FORGET, Done, Failure, Segment, Welcome
 from .ledger import Cause, Ledger
 from .line import Line, line_text
 from .log import Flight, Log, Owner
@@ -129,22 +128,22 @@ class Node(Log):
                     self.order.checked[0] = self.order.last[0]
                 self.overtaken = False
 
-    def carry(self, part: Flight, frame: Part) -> None:
-        """Send this worker its copy of a mesh's segment, as a segment of its own without words.
+    def carry(self, part: Flight) -> int:
+        """Note that this worker gets a copy of a mesh's segment, as a segment of its own without words.
 
-        Call under `lock`, while the mesh's log is active.
+        Return its number here, or 0 if the worker is lost. Call under `lock`, while the mesh's log is active.
         """
         if self.failed is not None:
             # It may have been lost just now: a finalizer that reads may run between two workers.
             for release in part.releases:
                 release()
-            return
+            return 0
         outlet = self.outlet
         outlet.seq += 1
         part.seq, part.end, part.checks = outlet.seq, self.base, self.checks.last
         self.flights.append(part)
         self.overtaken = True
-        outlet.last = outlet.send([encode(MeshSegment(outlet.seq)), frame], copy=True)
+        return outlet.seq
 
     # -- what comes back -------------------------------------------------------------------------------------
 

@@ -65,8 +65,14 @@ class Inbox:
         """Read all messages that are there."""
         # An interrupt can leave half a message behind whose rest is not here yet.
         with suppress(zmq.Again):
+            read = 0
             while self._partial or self._option(_EVENTS) & _POLLIN:
                 self.read()
+                read += 1
+                # The look takes 2.2 us, and an empty read 4.7 us. So after two messages, reads alone find out
+                # where the end is.
+                while read > 1:
+                    self.read()
         self._connections.close_ended()
         # What came through connections that have ended is read: nothing more comes of their messages.
         if self._coming:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -16,9 +17,8 @@ from distruntime.log.mesh_log import MeshLog
 from distruntime.log.node import Node
 from distruntime.log.templates import Templates
 from distruntime.session.session import Session
-from distruntime.wire.frames import Part
-from distruntime.wire.messages import FIRST_TEMPLATE, Failure
-from processes import until
+from distruntime.wire.messages import FIRST_TEMPLATE, Done, Failure
+from processes import blocked, until
 
 
 @pytest.mark.parametrize("kind", [Node, MeshLog])
@@ -125,10 +125,11 @@ def test_a_worker_that_is_lost_while_its_mesh_sends_is_waited_for_no_more(
     until(lambda: not log.flights)
     carry = Node.carry
 
-    def lossy(self: Node, part: Flight, frame: Part) -> None:
-        carry(self, part, frame)
+    def lossy(self: Node, part: Flight) -> int:
+        number = carry(self, part)
         if self.index == 0:
             session.lose(session.nodes[1], "is lost, for a test")
+        return number
 
     with log.lock:
         monkeypatch.setattr(Node, "carry", lossy)
@@ -137,3 +138,49 @@ def test_a_worker_that_is_lost_while_its_mesh_sends_is_waited_for_no_more(
     assert session.nodes[1].failed is not None and not session.nodes[1].flights
     until(lambda: not log.flights, 20.0)
     assert y.member(0).tolist() == [2, 2, 2]
+
+
+def test_an_acknowledgement_tells_of_several_segments_of_a_mesh(
+    fresh_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker with more to do tells of 8 segments at once, and of a failure at once."""
+    session = fresh_session(world_size=2)
+    mesh = dr.init_device_mesh("cpu", (2,))
+    x, table = torch.ones(3, device=mesh.device), torch.zeros(2, device=mesh.device)
+    log = x._handle.place.node
+    dr.synchronize()
+    until(lambda: not log.flights)
+    told: list[tuple[int, bool]] = []
+    done = Node.done
+
+    def noted(self: Node, message: Done) -> None:
+        if self.index == 0:
+            told.append((message.seq, bool(message.failures)))
+        done(self, message)
+
+    monkeypatch.setattr(Node, "done", noted)
+    with blocked(dr.default_stream(0, "cpu")):
+        session.nodes[0].flush()
+        first = session.nodes[0].outlet.seq
+        for k in range(20):
+            # The pump sends nothing in between.
+            with log.lock:
+                y = x + 1
+                if k == 9:
+                    bad = table[x.long() + 7]
+                    log.flush()
+                    failing = session.nodes[0].outlet.seq
+                log.flush()
+        last = session.nodes[0].outlet.seq
+    until(lambda: not log.flights)
+    numbers = [seq for seq, _ in told]
+    # The wait itself is the worker's own segment.
+    assert numbers[0] == first and numbers[-1] == last
+    assert [seq for seq, failed in told if failed] == [failing]
+    assert max(b - a for a, b in itertools.pairwise(numbers)) == 8
+    assert len(numbers) <= 6
+    assert y.member(1).tolist() == [2, 2, 2]
+    with pytest.raises(IndexError):
+        bad.member(0).tolist()
+    with pytest.raises(IndexError):
+        bad.member(1).tolist()

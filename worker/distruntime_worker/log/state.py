@@ -82,6 +82,8 @@ class State:
         self.by_thread: dict[int, Stream] = {}
         # The segments in the order of the log; each is done when those before it are.
         self.works: deque[Work] = deque()
+        # So many segments have run since the last `Done`.
+        self.untold = 0
         # The key is the id of a segment's words.
         self.under_way: dict[int, Work] = {}
         # The whole log has run up to this position.

@@ -62,6 +62,8 @@ from ..values.template import Template, operator
 NONSENSE = (IndexError, TypeError, KeyError, ValueError, AttributeError, OverflowError, RecursionError)
 # So many seconds lie between looks whether the master is gone.
 _LOOK = 0.1
+# One `Done` tells of so many segments of meshes at most, besides its own.
+_UNTOLD = 7
 # No log gets to this position.
 _END = 1 << 62
 _FUNCTIONS = {**functions.FUNCTIONS, **checkpoint.FUNCTIONS}
@@ -342,7 +344,8 @@ class Executor:
     def _finish(self, work: Work) -> None:
         """Count a stretch as run.
 
-        Send `Done` for each segment that is complete and has only such before it.
+        Send `Done` for each segment that is complete and has only such before it. One `Done` tells of several
+        segments of meshes while more work is there: a master with 1,024 workers reads 1,024 of them.
         """
         state = self.state
         with state.gate:
@@ -350,7 +353,12 @@ class Executor:
             while state.works and state.works[0].left == 0:
                 done = state.works.popleft()
                 failures: list[Plain] = [failure_fields(f) for f in done.failures[:MOST_FAILURES]]
-                state.send(Done(done.segment.seq, failures, done.corrections), None)
+                dull = done.mesh is not None and not failures and not done.corrections
+                if dull and state.works and state.untold < _UNTOLD:
+                    state.untold += 1
+                else:
+                    state.untold = 0
+                    state.send(Done(done.segment.seq, failures, done.corrections), None)
                 if done.mesh is None:
                     state.executed = done.segment.start + len(done.segment.words)
                 state.under_way.pop(id(done.segment.words), None)

@@ -9,7 +9,7 @@
 #   make gpu      25 checks on a machine with a GPU and its figures, in ten minutes; nothing is downloaded
 #   make accelerator  the GPU's path on an accelerator that is simulated: it needs a C++ compiler, and says so without one
 #   make ecosystem  a script for each of 41 libraries, here and on a worker, in a venv of their own: some five minutes
-#   make torch-tests  PyTorch's own tests on remote tensors, a sample of them: 10 to 15 minutes
+#   make torch-tests  PyTorch's own tests on remote tensors and in dr.spmd, a sample of them: some 20 minutes
 #   make long     what takes hours: every dtype of op_db, its wrong inputs, every architecture of transformers, an hour of fuzzing, 200 faults, half an hour
 #                 of soak, 24,000 random programs
 # PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" takes torch's CPU build (0.2 GB instead of 3 GB with CUDA).

@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 # How the tests of a file are run.
-DEVICE, DEFAULT, LOCAL, MESH = "device", "default", "local", "mesh"
+DEVICE, DEFAULT, LOCAL, MESH, SPMD = "device", "default", "local", "mesh", "spmd"
+# What became of a test that failed, and that failed with an error of the same class in processes of its own.
+ALIKE = "failed alike"
 
 
 @dataclass
@@ -17,7 +19,7 @@ class Row:
     test: str
     # "passed", "skipped" or "failed".
     outcome: str
-    # The error's class and its words.
+    # The error's class and its words; of a test that was skipped, why.
     error: str = ""
     # The last lines of the traceback, as "file:line".
     where: list[str] = field(default_factory=list)

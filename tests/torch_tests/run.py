@@ -27,7 +27,7 @@ from pathlib import Path
 
 import sources
 from expected import KINDS, NOT_RUN, Cause, cause_of, read
-from rows import DEFAULT, DEVICE, LOCAL, MESH, Plan, Row
+from rows import DEFAULT, DEVICE, LOCAL, MESH, SPMD, Plan, Row
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -44,6 +44,7 @@ MODES = {
     DEFAULT: 'tests that name no device, under `torch.device("remote")`',
     LOCAL: "tests of local tensors, beside an open session",
     MESH: "multi-rank tests, on a mesh",
+    SPMD: "multi-process tests, in members of `dr.spmd`",
 }
 
 

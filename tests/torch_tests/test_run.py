@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+import distruntime as dr
 
 
 @pytest.fixture
@@ -60,6 +64,51 @@ def test_the_list_names_tests_and_words(lane: Any, tmp_path: Path) -> None:
     assert why(error="ValueError: x", test="g.py::C::test_c") is None
     assert why(error="ValueError: x", test="g.py::C::test_c", here="failed") == expected.OTHER_VERSION.why
     assert why(error="ValueError: x", test="g.py::C::test_c", in_step="passed") == expected.LATE.why
+
+
+def test_what_fails_alone_too_is_explained_by_a_known_cause_first(lane: Any) -> None:
+    expected, alike = lane("expected"), lane("rows").ALIKE
+    assert expected.cause_of(failed(lane, here=alike), []) is expected.ALIKE_ALONE
+    assert expected.cause_of(failed(lane, here="passed"), []) is None
+    known = expected.Cause("torch", "it has no storage", tests=["f.py::*"])
+    assert expected.cause_of(failed(lane, here=alike), [known]) is known
+
+
+@pytest.mark.slow(reason="two processes import torch's own test bases")
+def test_a_test_of_ranks_finds_the_group_of_spmd(lane: Any, session: Any) -> None:
+    """It begins and ends torch.distributed, and a subgroup of one test takes no name of another one's."""
+    folder = str(Path(__file__).parent)
+
+    def part(answered: bool) -> list[object]:
+        import sys
+
+        import torch.distributed as dist
+
+        sys.path.append(folder)
+        import spmd_ranks
+
+        if not spmd_ranks._spmd:
+            spmd_ranks._spmd.append(spmd_ranks.Spmd())
+        before = dist.group.WORLD
+        with spmd_ranks._spmd[0].as_a_test_finds_it():
+            begun = [dist.is_initialized()]
+            store = dist.HashStore()
+            # Two ranks are a group of SPMD's. One rank is a group of the test's own.
+            size, rank = (2, int(os.environ["RANK"])) if answered else (1, 0)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+            begun.append(dist.group.WORLD is before)
+            x = torch.ones(1)
+            dist.all_reduce(x, group=dist.new_group([*range(size)]))
+            dist.destroy_process_group()
+            begun.append(dist.is_initialized())
+        dist.barrier()
+        return [*begun, x.item(), dist.group.WORLD is before]
+
+    mesh = dr.init_device_mesh("cpu", (2,))
+    run: Any = dr.spmd(mesh, part, returns=object, timeout=60)
+    for _ in range(2):
+        assert dr.fetch(run(True)) == [[False, True, False, 2.0, True]] * 2
+        assert dr.fetch(run(False)) == [[False, False, False, 1.0, True]] * 2
 
 
 def test_a_list_with_an_unknown_kind_is_refused(lane: Any, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from _pytest.runner import runtestprotocol
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distruntime as dr
-from rows import DEFAULT, DEVICE, LOCAL, MESH, Plan, Row, append
+from rows import ALIKE, DEFAULT, DEVICE, LOCAL, MESH, SPMD, Plan, Row, append
 
 # What such an error misses may have been raised too late. Another error would only come again.
 TOO_LATE = re.compile(r"not raised|does not match|[Ww]arning|not found in|is not true|DID NOT RAISE|poisoned")
@@ -67,6 +67,11 @@ def digest(words: str) -> str:
     return hashlib.sha256(words.encode()).hexdigest()
 
 
+def first(names: Iterable[str], most: int) -> set[str]:
+    """Choose tests that do not change from run to run."""
+    return set(sorted(names, key=digest)[: most or None])
+
+
 def sample(names: Iterable[str], most: int) -> set[str]:
     """Choose tests that do not change from run to run, with one dtype of each test and operator.
 
@@ -81,7 +86,7 @@ def sample(names: Iterable[str], most: int) -> set[str]:
         min(members, key=lambda name: (not name.endswith("_float32"), digest(name)))
         for members in by_test.values()
     ]
-    return set(sorted(firsts, key=digest)[:most])
+    return first(firsts, most)
 
 
 def twin(name: str) -> str:
@@ -94,9 +99,10 @@ def words(error: BaseException) -> str:
 
 
 def frames(error: BaseException) -> list[str]:
-    found = [
-        f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)
-    ]
+    # What a function on a worker has raised brings its frames there as the words of its cause.
+    there = re.findall(r'File "(.+?)", line (\d+)', str(error.__cause__ or ""))
+    here = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    found = [f"{Path(file).name}:{line}" for file, line in [*here, *there]]
     inner = ("contextlib.py", "unraisableexception.py", "case.py", "runner.py", "python.py")
     return [line for line in found if not line.startswith(inner)][-12:]
 
@@ -107,6 +113,8 @@ class Runner:
         self.twins: dict[str, pytest.Item] = {}
         # What stands around the tests of this mode: a device, or a mesh.
         self.around: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        # What stands around a test that runs again without remote tensors.
+        self.without: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
         self.open: Callable[[], None] = self._open
         torch.set_num_threads(1)
         # A shell starts background jobs with Ctrl-C ignored.
@@ -117,6 +125,12 @@ class Runner:
 
             self.open = mesh_bases.open_session
             self.around = mesh_bases.around
+        if plan.mode == SPMD:
+            import spmd_bases
+
+            spmd_bases.take_over()
+            self.open = spmd_bases.open_session
+            self.without = spmd_bases.in_processes_of_its_own
         self.open()
         if plan.mode == DEVICE:
             import remote_devices
@@ -134,6 +148,10 @@ class Runner:
     def _wanted(self, item: pytest.Item) -> bool:
         owner = getattr(item, "cls", None)
         name = owner.__name__ if owner else ""
+        if self.plan.mode == SPMD:
+            import spmd_bases
+
+            return bool(owner) and spmd_bases.is_wanted(owner, item.name)
         if name.endswith(("CPU", "META")):
             self.twins[item.nodeid] = item
             return False
@@ -144,7 +162,10 @@ class Runner:
         by_file: dict[str, list[str]] = {}
         for item in wanted:
             by_file.setdefault(item.nodeid.partition("::")[0], []).append(item.nodeid)
-        chosen = {name for file, names in by_file.items() for name in sample(names, self.plan.most[file])}
+        most = self.plan.most
+        # A test of ranks has no dtypes in its name.
+        choose = first if self.plan.mode == SPMD else sample
+        chosen = {name for file, names in by_file.items() for name in choose(names, most[file])}
         if self.plan.only:
             chosen = {item.nodeid for item in wanted if any(part in item.nodeid for part in self.plan.only)}
         chosen -= set(self.plan.done)
@@ -189,8 +210,12 @@ class Runner:
         reports = runtestprotocol(item, nextitem=item, log=False)
         if self.errors:
             return "failed", *self.errors[0]
-        skipped = any(report.skipped and not hasattr(report, "wasxfail") for report in reports)
-        return ("skipped" if skipped else "passed"), "", []
+        skips = [report for report in reports if report.skipped and not hasattr(report, "wasxfail")]
+        return (
+            ("skipped" if skips else "passed"),
+            "".join(str(report.longrepr)[-300:] for report in skips),
+            [],
+        )
 
     def _again(self, item: pytest.Item, around: Callable[[], Any]) -> str:
         """Run a test in other surroundings, and return its outcome."""
@@ -223,9 +248,11 @@ class Runner:
                 row.in_step = self._in_step(item, reads=False)
                 if row.in_step == "failed":
                     row.in_step = self._in_step(item, reads=True)
-            mate = item if self.plan.mode == DEFAULT else self.twins.get(twin(item.nodeid))
-            if mate is not None and self.plan.mode != LOCAL:
-                row.here = self._again(mate, contextlib.nullcontext)
+            mate = item if self.plan.mode in (DEFAULT, SPMD) else self.twins.get(twin(item.nodeid))
+            if mate is not None and self.plan.mode != LOCAL and not os.environ.get("NO_TWIN"):
+                row.here = self._again(mate, self.without)
+                if self.plan.mode == SPMD and row.here == "failed":
+                    row.here = ALIKE if error.partition(":")[0] in self.errors[0][0] else "failed otherwise"
         item.session._setupstate.teardown_exact(nextitem)
         row.seconds = round(time.monotonic() - begun, 2)
         append(self.plan.rows, asdict(row))

@@ -256,6 +256,30 @@ def test_fsdp_is_a_serial_run(mesh: dr.DeviceMesh, version: int) -> None:
         torch.testing.assert_close(p.cpu().reshape(q.shape), q.detach())
 
 
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+def test_a_function_may_end_the_group(mesh: dr.DeviceMesh, ranks: tuple[int, ...]) -> None:
+    @dr.spmd(mesh, returns=object)
+    def ends(counter: list[int]) -> int:
+        counter.append(dist.get_rank())
+        dist.barrier()
+        if dist.get_rank() in ranks:
+            dist.destroy_process_group()
+        return len(counter)
+
+    @dr.spmd(mesh, returns=object)
+    def total(stays: object) -> tuple[float, int]:
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        return x.item(), os.getpid()
+
+    stays = dr.spmd(mesh, lambda: nn.Linear(1, 1))()
+    before = dr.fetch(total(stays))
+    for _ in range(2):
+        assert dr.fetch(ends([])) == [1, 1]
+        # The processes are those that were there, and so are their objects.
+        assert dr.fetch(total(stays)) == before == [(2.0, pid) for _, pid in before]
+
+
 # -- failures ------------------------------------------------------------------------------------------------
 
 

@@ -23,14 +23,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 from torch.testing._internal import common_distributed, common_utils
 
 import cpu_answers
 
 PASSED, SKIPPED = "passed", "skipped: "
-# So many numbers of groups are a test's own.
-_GROUPS = 1000
 _KEPT = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg")
 _init_process_group = c10d.init_process_group
 _destroy_process_group = c10d.destroy_process_group
@@ -60,7 +59,8 @@ class Spmd:
         self._group = dist.GroupMember.WORLD
         self._timeout = c10d._get_default_timeout("gloo")
         self._aside: dict[str, dict[Any, Any]] = {}
-        self._tests = 0
+        self._backend, self._store = c10d._world.pg_map[self._group]
+        self._count, self._begun = c10d._world.group_count, 0
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
     @contextlib.contextmanager
@@ -69,7 +69,6 @@ class Spmd:
 
         A test that fails leaves it as it is, since SPMD then ends this process.
         """
-        self._tests += 1
         self._put_aside()
         with (
             mock.patch.object(dist, "init_process_group", self._begin),
@@ -138,8 +137,10 @@ class Spmd:
         c10d._register_process_group(self._group.group_name, self._group)
         c10d._update_default_pg(self._group)
         c10d._set_pg_timeout(timeout, self._group)
-        # A subgroup's name is its number, and SPMD's store keeps what the groups of earlier tests left there.
-        world.group_count = max(world.group_count, self._tests * _GROUPS)
+        # A subgroup may have the name of one of an earlier test, whose ranks have left their addresses.
+        world.group_count = self._count
+        self._begun += 1
+        world.pg_map[self._group] = self._backend, PrefixStore(f"begun {self._begun}", self._store)
 
 
 _spmd: list[Spmd] = []

@@ -38,7 +38,7 @@ _MEETING = timedelta(seconds=300)
 
 @dataclass(frozen=True)
 class Begin:
-    """What a member is, once."""
+    """What a member is. It comes first, and again where a function has ended the group of the mesh."""
 
     name: str
     rank: int
@@ -84,9 +84,10 @@ class Pickle:
 
 @dataclass(frozen=True)
 class Done:
-    """The result of a call."""
+    """The result of a call. `grouped` says whether the call has left a default group of torch.distributed."""
 
     result: object
+    grouped: bool = True
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class Member:
                 self._begin(begin)
                 return Done(None)
             case Run() as run:
-                return Done(self._run(run, incoming, out))
+                return Done(self._run(run, incoming, out), torch.distributed.is_initialized())
             case Pickle(number):
                 return Done(cloudpickle.dumps(self._kept[number], protocol=5))
         raise RuntimeError(f"a worker sent {incoming.message!r:.60}")
@@ -152,6 +153,9 @@ class Member:
             backend = f"cpu:gloo,{self._device.type}:{own}"
         if begin.threads:
             torch.set_num_threads(begin.threads)
+        if torch.distributed.is_initialized():
+            # Another member has none, so all of them make one.
+            torch.distributed.destroy_process_group()
         store = TCPStore(begin.host, begin.port, is_master=False, timeout=_MEETING, wait_for_workers=False)
         torch.distributed.init_process_group(
             backend,

@@ -149,6 +149,8 @@ class Members:
         self._nursery: Nursery | None = None
         self._children: list[Child] = []
         self._generation = -1
+        # Whether a function has ended the group that the members were in.
+        self._ungrouped = False
         self._sent: set[bytes] = set()
         # The numbers of objects in the members' processes that nobody here has any more.
         self.dropped: list[list[tuple[int, int]]] = [[] for _ in ranks]
@@ -234,6 +236,8 @@ class Members:
 
     def _start(self, call: int, host: str, port: int, name: str, deadline: float | None) -> None:
         if self._children:
+            if self._ungrouped:
+                self._group(call, host, port, name, deadline)
             return
         if self._nursery is None or not self._nursery.look():
             if self._nursery is not None:
@@ -241,9 +245,6 @@ class Members:
             self._nursery = children.enter()
         self._generation = call
         self._sent.clear()
-        threads = (
-            0 if os.environ.get("OMP_NUM_THREADS") else max(1, torch.get_num_threads() // len(self._ranks))
-        )
         for lane, rank in enumerate(self._ranks):
             environment = {
                 **os.environ,
@@ -259,6 +260,16 @@ class Members:
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
             self._children.append(self._nursery.fork(["member"], environment))
+        threads = (
+            0 if os.environ.get("OMP_NUM_THREADS") else max(1, torch.get_num_threads() // len(self._ranks))
+        )
+        self._group(call, host, port, name, deadline, threads)
+
+    def _group(
+        self, call: int, host: str, port: int, name: str, deadline: float | None, threads: int = 0
+    ) -> None:
+        """Have the members begin torch.distributed, and take so many threads; 0 leaves what they have."""
+        self._ungrouped = False
         for lane, (child, rank) in enumerate(zip(self._children, self._ranks)):
             begin = Begin(name, rank, self._world, host, port, call, str(self._devices[lane]), threads)
             self._send(child, Outgoing(), begin)
@@ -344,7 +355,8 @@ class Members:
         if incoming is None:
             raise RuntimeError(f"rank {rank} {self._end_of(child)} in {name}")
         match incoming.message:
-            case Done(result):
+            case Done(result, grouped):
+                self._ungrouped = self._ungrouped or not grouped
                 found = read(result, lambda part: self._made(part, lane, incoming))
                 incoming.close()
                 return found
@@ -407,10 +419,13 @@ class Members:
         store = self._store
         if store is None:
             return
+        if self._ungrouped:
+            store.set(f"{call}/ungrouped", "")
         if store.add(f"{call}/done", 1) == self._nodes:
             store.set(f"{call}/end", "")
-            for key in (f"{call - 1}/done", f"{call - 1}/end"):
-                store.delete_key(key)
+            for key in ("done", "end", "ungrouped"):
+                store.delete_key(f"{call - 1}/{key}")
+            self._ungrouped = store.check([f"{call}/ungrouped"])
             return
         while True:
             try:
@@ -419,6 +434,8 @@ class Members:
                 self._look(call, name, deadline)
                 continue
             self._raise_told(call)
+            # All of them hear of it, or none does.
+            self._ungrouped = store.check([f"{call}/ungrouped"])
             return
 
     def _raise_told(self, call: int) -> None:

@@ -35,9 +35,14 @@ def before_import() -> None:
     """Let tests run that torch's runner leaves out for want of GPUs. A test file is imported after it."""
     if common_distributed.skip_if_lt_x_gpu is _skip_if_fewer:
         return
-    for module in (common_distributed, common_fsdp):
+    for module in (common_distributed, common_fsdp, common_dtensor):
         module.skip_if_lt_x_gpu = _skip_if_fewer
     common_distributed.requires_accelerator_dist_backend = common_distributed.requires_nccl = _as_it_is
+    no_gpu = common_distributed.skip_if_no_gpu
+    # The tests of this file that need one GPU mean any device, and those of others are about CUDA.
+    common_distributed.skip_if_no_gpu = lambda test: (
+        test if test.__module__.endswith("test_zero_redundancy_optimizer") else no_gpu(test)
+    )
     # torch's runner leaves these out with fewer than eight ranks. Three are enough.
     common_distributed.skip_if_small_worldsize = lambda test: test
     common_fsdp.DEVICE_COUNT = FSDP_RANKS

@@ -3,7 +3,8 @@
 Each entry of the list begins with a line at the margin, its cause: a kind, a colon, and the reason. Under
 it stand, indented, the tests: `file::class::test`, where `*` stands for anything. A line that begins with
 `says ` has words of the error (a regular expression): then only tests that fail with them belong to the
-cause. An entry without tests holds for all tests that fail with its words.
+cause. A line that begins with `in ` has the mode in which the cause holds. An entry without tests holds for
+all tests that fail with its words.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ class Cause:
     kind: str
     why: str
     says: str = ""
+    mode: str = ""
     tests: list[str] = field(default_factory=list)
     matched: int = 0
 
     def explains(self, row: Row) -> bool:
+        if self.mode not in ("", row.mode):
+            return False
         if self.says and not re.search(self.says, row.error):
             return False
         return not self.tests or any(fnmatchcase(row.test, pattern) for pattern in self.tests)
@@ -63,6 +67,8 @@ def read(path: Path) -> list[Cause]:
             causes.append(Cause(kind, why))
         elif words.strip().startswith("says "):
             causes[-1].says = words.strip().removeprefix("says ")
+        elif words.strip().startswith("in "):
+            causes[-1].mode = words.strip().removeprefix("in ")
         else:
             causes[-1].tests.append(words.strip())
     return causes

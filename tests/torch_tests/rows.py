@@ -26,6 +26,8 @@ class Row:
     in_step: str = ""
     here: str = ""
     seconds: float = 0.0
+    # It is set by who reads what the children wrote.
+    mode: str = ""
 
     @property
     def file(self) -> str:

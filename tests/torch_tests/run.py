@@ -82,10 +82,10 @@ class Found:
             begun = said.get("begun", begun)
             self.of.update(said.get("of", {}))
             if "outcome" in said:
-                self.rows.append(Row(**said))
+                self.rows.append(Row(**{**said, "mode": self.mode}))
                 begun = ""
         if begun:
-            self.rows.append(Row(begun, "failed", error=f"the process {ending}"))
+            self.rows.append(Row(begun, "failed", error=f"the process {ending}", mode=self.mode))
 
 
 def run_group(mode: str, most: dict[str, int], folder: Path, only: list[str], without: list[str]) -> Found:

@@ -66,6 +66,13 @@ def test_the_list_names_tests_and_words(lane: Any, tmp_path: Path) -> None:
     assert why(error="ValueError: x", test="g.py::C::test_c", in_step="passed") == expected.LATE.why
 
 
+def test_a_cause_may_hold_in_one_mode(lane: Any, tmp_path: Path) -> None:
+    path = tmp_path / "expected.txt"
+    path.write_text("torch: what it does to ranks\n    in spmd\n    f.py::*\n")
+    (cause,) = lane("expected").read(path)
+    assert cause.explains(failed(lane, mode="spmd")) and not cause.explains(failed(lane, mode="mesh"))
+
+
 def test_what_fails_alone_too_is_explained_by_a_known_cause_first(lane: Any) -> None:
     expected, alike = lane("expected"), lane("rows").ALIKE
     assert expected.cause_of(failed(lane, here=alike), []) is expected.ALIKE_ALONE
@@ -135,6 +142,7 @@ def test_the_test_in_which_a_process_ended_has_failed(lane: Any, tmp_path: Path)
     path.write_text("".join(json.dumps(line) + "\n" for line in said))
     found = lane("run").Found("device")
     found.take(path, "ended with status -11")
+    assert {row.mode for row in found.rows} == {"device"}
     assert [(row.test, row.outcome, row.error) for row in found.rows] == [
         ("f.py::a", "passed", ""),
         ("f.py::b", "failed", "the process ended with status -11"),

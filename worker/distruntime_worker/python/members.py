@@ -149,7 +149,7 @@ class Members:
         self._nursery: Nursery | None = None
         self._children: list[Child] = []
         self._generation = -1
-        # Whether a function has ended the group that the members were in.
+        # It is True once a function has ended the group that the members were in.
         self._ungrouped = False
         self._sent: set[bytes] = set()
         # The numbers of objects in the members' processes that nobody here has any more.

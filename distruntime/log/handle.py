@@ -15,7 +15,7 @@ import torch
 
 from ..errors import InternalError
 from .line import Line
-from .log import Log
+from .log import CallPart, Log
 from .node import Node
 from .order import Use
 from .spec import Spec
@@ -256,6 +256,7 @@ class Storage:
         "kin",
         "order",
         "parts",
+        "parts_of_call",
         "resized",
         "spec",
         "whole",
@@ -269,6 +270,9 @@ class Storage:
     # it made several, so that an operation with one result pays nothing: see `relate`. The references are
     # weak because kin name each other.
     kin: Sequence[tuple[int, weakref.ref[Storage]]]
+
+    # The parts of the call that has made it, where several workers run one together. Otherwise it is not set.
+    parts_of_call: Sequence[CallPart]
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec

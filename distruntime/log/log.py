@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..errors import NodeFailed
 from ..wire.codec import Buffer, encode
@@ -147,6 +147,14 @@ class Outlet:
         self.unsent: list[Buffer] | None = None
 
 
+class CallPart(NamedTuple):
+    """What one worker runs of a call that several run together: the position after it in the worker's log."""
+
+    log: Log
+    stream: int
+    position: int
+
+
 class Log(ABC):
     """The words for one worker, or for the workers of a mesh, and what has become of them.
 
@@ -202,6 +210,8 @@ class Log(ABC):
         self.outlet = Outlet(compose, send)
         # Its workers have this code of the user's, by digest; what was called last stands last. See `python`.
         self.code: dict[bytes, object] = {}
+        # These calls, by the positions after them, have parts elsewhere, too. See `streams.cancel`.
+        self.together: dict[int, Sequence[CallPart]] = {}
         # Its worker has these packages of the user's, each with its digest. See `python.shipping`.
         self.packages: dict[str, str] = {}
         # This is the Order among its streams, once there are several. `words` is a StretchedLog then.

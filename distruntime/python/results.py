@@ -90,10 +90,14 @@ class _Recorded(torch.autograd.Function):
         ctx.specs = [x._handle.spec for x in inputs]  # type: ignore[attr-defined]
         ctx.mark_non_differentiable(*[o for o, wants in zip(outputs, wanted) if not wants])
         ctx.set_materialize_grads(False)
+        # The tape is the worker's. Torch frees this after a backward, and so it knows of a second one.
+        ctx.save_for_backward(start)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: _Recorded, *grads: DistributedTensor | None) -> tuple[object, ...]:
+        # This raises what torch raises of a graph that is freed.
+        _ = ctx.saved_tensors
         with torch.no_grad():
             found = _gradients(ctx.name, ctx.tape, ctx.specs, grads)  # type: ignore[attr-defined]
         # Under `create_graph=True` somebody will differentiate the gradients, and the tape is read once.

@@ -13,6 +13,7 @@ from itertools import count
 from typing import Generic, ParamSpec, TypeVar, overload
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..errors import InternalError, PlacementError, UsageError, drop_frames, without_our_frames
 from ..log.handle import Handle
@@ -23,6 +24,7 @@ from ..mesh.mesh import DeviceMesh
 from ..operators.proxies import wrap
 from ..session.meeting import proposed
 from ..session.session import session_of_log
+from ..streams.cancel import cancel, cancel_together
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
 from .call import invoke
@@ -128,26 +130,34 @@ class _Team:
         operands, wants = self._operands(name, given)
         call = next(self._calls)
         callee = self._callee_of(name, digest, packed, operands, wants)
-        running: dict[Node, object] = {}
+        running: dict[Node, RemoteObject] = {}
         # Whatever has to be sent is sent before the first worker begins.
         sent = {node: self._code_at(digest, code, node) for node in self._members}
-        for node, members in self._members.items():
-            own = [[self._at(operand, k) for operand in operands] for k in self.log.ranks[node]]
-            running[node] = invoke(
-                callee.child("beside", f"{name}{BESIDE}", "method run") if running else callee,
-                _of_objects,
-                (
-                    members, call, *self._address, name, digest, sent[node], packed, own,
-                    wants, torch.is_grad_enabled(), timeout,
-                ),
-                {},
-                None,
-                _keep,
-            )  # fmt: skip
+        try:
+            for node, members in self._members.items():
+                own = [[self._at(operand, k) for operand in operands] for k in self.log.ranks[node]]
+                running[node] = invoke(
+                    callee.child("beside", f"{name}{BESIDE}", "method run") if running else callee,
+                    _of_objects,
+                    (
+                        members, call, *self._address, name, digest, sent[node], packed, own,
+                        wants, torch.is_grad_enabled(), timeout,
+                    ),
+                    {},
+                    None,
+                    _keep,
+                )  # type: ignore[assignment]  # fmt: skip
+        except BaseException:
+            # The others would wait for a part that was not issued: its worker is lost, or Ctrl-C came.
+            if running:
+                cancel([*running.values()])
+            raise
+        parts = [part._handle for part in running.values()]
+        cancel_together(parts, ())
         if len(running) > 1:
             after = self._callee.child("after", name, "method after")
             for members in self._members.values():
-                invoke(after, _of_objects, (members, call, name), {}, None, _keep)
+                invoke(after, _of_objects, (members, call, *self._address, name), {}, None, _keep)
         options = Options(returns=returns)
         found = [
             invoke(
@@ -160,6 +170,8 @@ class _Team:
             )
             for k, (node, lane) in enumerate(self.log.lanes)
         ]
+        leaves = [getattr(leaf, "_handle", None) for leaf in tree_leaves(found)]
+        cancel_together(parts, [handle for handle in leaves if isinstance(handle, Handle)])
         return self._joined(found)
 
     def _callee_of(

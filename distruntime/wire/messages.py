@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeAlias, TypeVar, get_args
 
 # This is the contract between master and worker. A change of any message or opcode changes this number.
-PROTOCOL = 13
+PROTOCOL = 14
 
 # msgpack brings these: the words of a log, the arguments of templates, and whatever a field does not say more
 # about.
@@ -695,12 +695,14 @@ class Cancel:
     """Master to worker: drop what this stream has not begun, up to a position; its results are poisoned.
 
     If it runs a function of the user's, interrupt that. Where it is `alone`, only the one instruction that
-    ends at the position is dropped, or interrupted.
+    ends at the position is dropped, or interrupted; it fails by the `reason`, where one is given: a worker
+    that runs a part of the same call is lost.
     """
 
     stream: int
     position: int
     alone: bool
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,7 +186,7 @@ def messages_out_of_place(target: Target) -> None:
     """From one who holds the key but has no session: whole messages that only a peer in session may send."""
     messages: list[Message] = [
         OpenStream(1, "cpu", 0, -1), Segment(1, 0, [], [], []), Fetch(1, 1, [0, 0], "tensor", {}),
-        AskMemory(1), Reply(1, None), Failed(1, []), Done(1, [], []), Signal(1, ""), Cancel(1, 1, False),
+        AskMemory(1), Reply(1, None), Failed(1, []), Done(1, [], []), Signal(1, ""), Cancel(1, 1, False, ""),
         Goodbye("x"), OpenMesh(0, ["cpu"]), OpenLines(0, 0, [[1, 0]]),
         MeshSegment(1), MeshBody(0, 0, [], [], []),
     ]  # fmt: skip

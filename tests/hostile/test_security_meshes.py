@@ -158,9 +158,9 @@ NONSENSE: dict[str, tuple[list[Any], str]] = {
     "the default stream again": ([MESH, OpenStream(0, "cpu", 0, 0)], "stream 0 cannot be opened"),
     "a stream of many bits": ([MESH, OpenStream(4096, "cpu", 0, 0)], "stream 4096 cannot be opened"),
     "a stream elsewhere": ([MESH, OpenStream(1, "cuda:9", 0, 0)], "stream 1: this worker has no device cuda:9"),
-    "a cancel of no stream": ([MESH, Cancel(stream_number(0, 1), 5, False)], "there is no stream 4097"),
-    "a cancel of no mesh": ([Cancel(stream_number(BIG >> 13, 0), 5, False)], "there is no stream"),
-    "a cancel of minus one": ([Cancel(-1, 5, False)], "there is no stream -1"),
+    "a cancel of no stream": ([MESH, Cancel(stream_number(0, 1), 5, False, "")], "there is no stream 4097"),
+    "a cancel of no mesh": ([Cancel(stream_number(BIG >> 13, 0), 5, False, "")], "there is no stream"),
+    "a cancel of minus one": ([Cancel(-1, 5, False, "")], "there is no stream -1"),
     "a fetch after no stream": ([MESH, Fetch(1, 1, [stream_number(0, 3), 0], "tensor", {})], "a fetch after"),
     "a signal after no stream": ([Notify(stream_number(3, 0), 0, 1, 1)], "a fetch after"),
 }  # fmt: skip

@@ -17,7 +17,7 @@ import distruntime as dr
 from agree import REMOTE
 from distruntime.session.session import active_session
 from distruntime.wire.keys import KeyPair
-from distruntime_worker.python.running import Around, Interrupted, Running
+from distruntime_worker.python.running import Around, Interrupted, Running, Why
 from processes import STARTING, ListeningWorker, until
 
 
@@ -152,7 +152,7 @@ def test_no_interrupt_strikes_outside_of_its_call() -> None:
         while not ended.is_set():
             if current and current[-1] is not last:
                 last = current[-1]
-                last.interrupt(None)
+                last.interrupt(Why())
 
     thread = threading.Thread(target=strike)
     outside = interrupted = 0
@@ -192,7 +192,7 @@ def test_what_was_sent_too_late_is_taken_back() -> None:
 
     def late() -> None:
         # No bytecode of the other thread runs between the two: the interrupt is pending, and taken back.
-        call.interrupt(None)
+        call.interrupt(Why())
 
     thread = threading.Thread(target=late)
     with pytest.raises(Interrupted):
@@ -201,7 +201,7 @@ def test_what_was_sent_too_late_is_taken_back() -> None:
             held.append(None)
             held.clear()
     call.finish()
-    call.interrupt(None)
+    call.interrupt(Why())
     assert body([]) == 3
     around.close()
 

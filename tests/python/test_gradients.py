@@ -110,3 +110,15 @@ def test_a_write_through_a_result_is_noticed_where_the_operand_was_saved(x: Any,
         assert torch.equal(found.cpu(), part(saved.detach().cpu()))
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+def test_a_second_backward_needs_a_graph_that_was_kept(x: Any) -> None:
+    f: Any = dr.remote(lambda t: t * t)
+    # The first call asks what it returns, and the second knows.
+    for expected in (4.0, 8.0):
+        y = f(x)
+        y.sum().backward(retain_graph=True)
+        y.sum().backward()
+        assert x.grad.tolist() == [expected] * 3
+        with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+            y.sum().backward()

@@ -80,7 +80,7 @@ def test_nothing_is_kept_of_waits_that_ended_before_their_signal(seconds: float 
     worker.wait_for(range(1, 9), seconds)
     if seconds is None:  # the first stands in it, the others have not begun
         until(lambda: worker.executor.status()[1] == "a wait for another node")
-        worker.executor.cancel(Cancel(1, worker.position, False))
+        worker.executor.cancel(Cancel(1, worker.position, False, ""))
     worker.ended()
     assert worker.kept() <= 8, "what a late signal needs to be known for one"
     worker.signal(range(1, 9))
@@ -94,7 +94,7 @@ def test_nothing_is_kept_of_waits_that_ended_before_their_signal(seconds: float 
 def test_nothing_is_kept_of_signals_whose_waits_are_dropped_later() -> None:
     worker = Worker()
     worker.signal(range(1, 9))
-    worker.executor.cancel(Cancel(1, 32, False))
+    worker.executor.cancel(Cancel(1, 32, False, ""))
     worker.wait_for(range(1, 9), None)
     worker.ended()
     assert worker.kept() == 0

@@ -72,7 +72,11 @@ class Request:
 
 def _receive(control: socket.socket) -> Request | None:
     """Return the next request of the master; None where it has closed the socket."""
-    packet, descriptors, _, _ = socket.recv_fds(control, _LARGEST, 2)
+    try:
+        packet, descriptors, _, _ = socket.recv_fds(control, _LARGEST, 2)
+    except ConnectionResetError:
+        # The master was killed while something that it had to read was on its way.
+        return None
     return Request(descriptors=descriptors, **json.loads(packet)) if packet else None
 
 

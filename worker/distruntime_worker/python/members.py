@@ -1,42 +1,51 @@
 """The members of a mesh on this worker, each in a process of its own: what `dr.spmd` runs functions in.
 
 A call is one instruction of this worker for all its members. Workers of one mesh agree at the end of each
-call, through torch's store at the first one: either all members have returned, or one member's failure is the
-call's on every worker. Then the processes are killed, and the next call starts others.
+call: either all members have returned, or one member's failure is the call's on every worker. Then every
+worker kills its processes, and the next call starts others.
+
+Invariant: a worker begins a call only when it knows the outcomes of all before. Otherwise new processes of
+one worker would wait for old ones of another.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 
 import cloudpickle
 import torch
 import torch.distributed
 
-from distruntime.errors import InternalError, NotSupportedError, SessionClosed, UsageError, WaitTimeout
+from distruntime.errors import (
+    InternalError,
+    NotSupportedError,
+    SessionClosed,
+    StreamCancelled,
+    UsageError,
+    WaitTimeout,
+)
 
 from . import children
 from .children import Child, Nursery
 from .handing import Incoming, Outgoing, Stays, read, receive
 from .member import Begin, Done, Object, Pickle, Raised, Run, Wants
+from .outcomes import Check, Outcomes, error_of
+from .running import here
 from .skeleton import Real
 
-if torch.distributed.is_available():
-    from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-
-# So many seconds lie between looks at what the other workers say.
+# So many seconds lie between looks at what the other workers say, and at what ends the call here.
 _LOOK = 0.05
-_MEETING = timedelta(seconds=300)
+# A call that has not begun here has so many seconds to tell the other workers so.
+_TELLING = 30.0
 # A member that has closed its socket has so many seconds until its exit code is asked for no more.
 _EXIT = 5.0
 _PIPE = 1 << 16
@@ -44,6 +53,8 @@ _PIPE = 1 << 16
 # both, and may take so many seconds to be known.
 _LOST = ("losed by peer", "reset by peer", "Broken pipe", "remote process has terminated", "ConnectionError")
 _ECHO = 1.0
+# A worker says so of a call whose members it has not begun. It need not know that the call was cancelled.
+_NOT_BEGUN = "did not begin on worker"
 
 
 @dataclass(frozen=True)
@@ -154,11 +165,9 @@ class Members:
         self._sent: set[bytes] = set()
         # The numbers of objects in the members' processes that nobody here has any more.
         self.dropped: list[list[tuple[int, int]]] = [[] for _ in ranks]
-        self._server: TCPStore | None = None
-        self._store: Store | None = None
-        # The numbers of the last call that ran here, and of the last one that failed here.
-        self._ran = self._failed = -1
-        self._half = b""
+        self._outcomes = Outcomes(nodes)
+        # The number of the last call whose outcome is known here.
+        self._ran = -1
 
     def __del__(self) -> None:
         if "_nursery" in vars(self):
@@ -174,8 +183,7 @@ class Members:
     def listen(self, proposed: str) -> tuple[str, int]:
         """Start the store of the mesh here; return where the others reach it."""
         host = self._around.host(proposed)
-        self._server = TCPStore(host, 0, is_master=True, timeout=_MEETING, wait_for_workers=False)
-        return host, self._server.port
+        return host, self._outcomes.listen(host)
 
     # -- one call --------------------------------------------------------------------------------------------
 
@@ -198,46 +206,75 @@ class Members:
         `operands` has, for each member, the operands of its call.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._lock, self._around.paused():
-            self._ran = call
+        # An interrupt that struck anywhere would lose what the nursery reports, or leave a part undone.
+        if here.call is not None:
+            here.call.poll()
+        check = partial(self._check, name, deadline)
+        with self._around.paused(), self._alone(check):
+            results: list[object] = []
             try:
-                self._connect(host, port)
-                self._start(call, host, port, name, deadline)
+                self._outcomes.connect(host, port, check)
+                self._catch_up(call)
+                self._start(call, host, port, name, check)
                 shown = [
                     None if want is None else Wants(bool(want[0]), bool(want[1]), want[2]) for want in wants
                 ]
                 self._hand_over(name, digest, code, pickled, operands, shown, grad)
-                results = self._results(call, name, deadline)
-                self._agree(call, name, deadline)
-                return Results(results)
+                results = self._results(call, name, check)
+                self._outcomes.agree(call, self._ungrouped, check)
+                self._ran = call
             except BaseException as error:
-                # The others hear of it, whatever it is; also where this thread was told to stop.
-                first = self._tell_failure(call, error)
-                self._kill()
-                if first is None:
+                # The others hear of it, whatever it is.
+                outcome = self._fail(call, error)
+                if outcome is error:
                     raise
-            raise first
+                if outcome is not None:
+                    self._await_cancel(outcome, check)
+                    raise outcome from None
+            self._ungrouped = self._outcomes.ungrouped
+            return Results(results)
 
-    def after(self, call: int, name: str) -> None:
+    def after(self, call: int, host: str, port: int, name: str) -> None:
         """Tell the other workers where a call has not begun here: an argument of it had failed."""
-        if self._ran < call:
-            self._ran = call
-            self._tell_failure(
-                call,
-                RuntimeError(
-                    f"{name} did not begin on worker {self._node} of the mesh: an argument of it had failed"
-                ),
-            )
+        if here.call is not None:
+            here.call.poll()
+        check = partial(self._check, name, time.monotonic() + _TELLING)
+        with self._around.paused(), self._alone(check):
+            if self._ran < call:
+                self._outcomes.connect(host, port, check)
+                self._catch_up(call)
+                why = f"{name} {_NOT_BEGUN} {self._node} of the mesh: an argument of it had failed"
+                self._fail(call, RuntimeError(why))
 
-    def _connect(self, host: str, port: int) -> None:
-        if self._nodes > 1 and self._store is None:
-            store = TCPStore(host, port, is_master=False, timeout=_MEETING, wait_for_workers=False)
-            self._store = PrefixStore("calls", store)
+    @contextmanager
+    def _alone(self, check: Check) -> Iterator[None]:
+        """Wait until no other call has the processes."""
+        while not self._lock.acquire(timeout=_LOOK):
+            check()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
-    def _start(self, call: int, host: str, port: int, name: str, deadline: float | None) -> None:
+    def _catch_up(self, call: int) -> None:
+        """Have earlier calls fail elsewhere, too, that were dropped here with all that would tell of it."""
+        if self._nodes > 1:
+            for dropped in range(self._ran + 1, call):
+                why = "dropped by stream.cancel() or dr.cancel() before it ran"
+                self._fail(dropped, StreamCancelled(why))
+
+    def _fail(self, call: int, error: BaseException) -> BaseException | None:
+        """Have a call fail, and end the processes here; return its failure as `Outcomes.fail` does."""
+        outcome = self._outcomes.fail(call, error)
+        self._ran = call
+        if outcome is not None:
+            self._kill()
+        return outcome
+
+    def _start(self, call: int, host: str, port: int, name: str, check: Check) -> None:
         if self._children:
             if self._ungrouped:
-                self._group(call, host, port, name, deadline)
+                self._group(call, host, port, name, check)
             return
         if self._nursery is None or not self._nursery.look():
             if self._nursery is not None:
@@ -263,17 +300,15 @@ class Members:
         threads = (
             0 if os.environ.get("OMP_NUM_THREADS") else max(1, torch.get_num_threads() // len(self._ranks))
         )
-        self._group(call, host, port, name, deadline, threads)
+        self._group(call, host, port, name, check, threads)
 
-    def _group(
-        self, call: int, host: str, port: int, name: str, deadline: float | None, threads: int = 0
-    ) -> None:
+    def _group(self, call: int, host: str, port: int, name: str, check: Check, threads: int = 0) -> None:
         """Have the members begin torch.distributed, and take so many threads; 0 leaves what they have."""
         self._ungrouped = False
         for lane, (child, rank) in enumerate(zip(self._children, self._ranks)):
             begin = Begin(name, rank, self._world, host, port, call, str(self._devices[lane]), threads)
             self._send(child, Outgoing(), begin)
-        self._results(call, f"the start of {name}", deadline)
+        self._results(call, f"the start of {name}", check)
 
     def _local_rank(self, lane: int) -> int:
         # What a script does with it is choose its GPU.
@@ -313,7 +348,7 @@ class Members:
             return value.of(self, lane, self._generation)
         return Object(cloudpickle.dumps(value, protocol=5))
 
-    def _results(self, call: int, name: str, deadline: float | None) -> list[object]:
+    def _results(self, call: int, name: str, check: Check) -> list[object]:
         """Block until each member has answered; return the answers. Raise what the first failure was."""
         answers: dict[int, object] = {}
         lost_at = 0.0
@@ -335,12 +370,12 @@ class Members:
                 if descriptor in links:
                     lane = links[descriptor]
                     answers[lane] = self._answer(lane, name)
-            self._look(call, name, deadline)
+            self._outcomes.look(call, check)
         for lane in range(len(self._children)):
             self._print(lane)
         for answer in answers.values():
             if isinstance(answer, Exception):
-                self._await_cause(call, name, deadline)
+                self._await_cause(call, check)
                 raise answer
         return [answers[lane] for lane in range(len(self._children))]
 
@@ -362,7 +397,7 @@ class Members:
                 return found
             case Raised() as raised:
                 incoming.close()
-                found = _error(raised.kind, f"{raised.text} (rank {rank})", raised.traceback)
+                found = error_of(raised.kind, f"{raised.text} (rank {rank})", raised.traceback)
                 if any(word in raised.text for word in _LOST):
                     return found
                 raise found
@@ -386,16 +421,16 @@ class Members:
             return f"was ended by {signal.Signals(-child.code).name}"
         return f"exited with code {child.code}"
 
-    def _look(self, call: int, name: str, deadline: float | None) -> None:
-        """Raise what another worker has told of the call, or what ends it here."""
+    def _check(self, name: str, deadline: float | None) -> None:
+        """Raise what ends a call here."""
+        if here.call is not None:
+            here.call.look()
         if self._around.closed():
             raise SessionClosed(f"the session ended while {name} ran")
         if deadline is not None and time.monotonic() > deadline:
             raise WaitTimeout(
                 f"{name} did not return within its timeout; the processes of its mesh were ended"
             )
-        if self._store is not None and self._store.check([f"{call}/end"]):
-            self._raise_told(call)
 
     def _print(self, lane: int) -> None:
         """Print what a member has printed, with its rank before each line."""
@@ -412,59 +447,19 @@ class Members:
         for line in data.decode(errors="replace").splitlines():
             print(f"[rank {self._ranks[lane]}] {line}", flush=True)
 
-    # -- among the workers -----------------------------------------------------------------------------------
-
-    def _agree(self, call: int, name: str, deadline: float | None) -> None:
-        """Block until each worker's members have returned; raise where one has failed."""
-        store = self._store
-        if store is None:
-            return
-        if self._ungrouped:
-            store.set(f"{call}/ungrouped", "")
-        if store.add(f"{call}/done", 1) == self._nodes:
-            store.set(f"{call}/end", "")
-            for key in ("done", "end", "ungrouped"):
-                store.delete_key(f"{call - 1}/{key}")
-            self._ungrouped = store.check([f"{call}/ungrouped"])
-            return
-        while True:
-            try:
-                store.wait([f"{call}/end"], timedelta(seconds=_LOOK * 4))
-            except torch.distributed.DistStoreError:
-                self._look(call, name, deadline)
-                continue
-            self._raise_told(call)
-            # All of them hear of it, or none does.
-            self._ungrouped = store.check([f"{call}/ungrouped"])
-            return
-
-    def _raise_told(self, call: int) -> None:
-        assert self._store is not None
-        told = self._store.get(f"{call}/end")
-        if told:
-            kind, text, traceback = json.loads(told)
-            raise _error(kind, text, traceback)
-
-    def _await_cause(self, call: int, name: str, deadline: float | None) -> None:
-        """Give the other workers a moment to tell of the failure that has made members here fail."""
+    def _await_cancel(self, outcome: BaseException, check: Check) -> None:
+        """Give the master a moment to tell of what has kept another worker from beginning a call."""
         until = time.monotonic() + _ECHO
-        while self._store is not None and time.monotonic() < until:
-            self._look(call, name, deadline)
+        while _NOT_BEGUN in str(outcome) and time.monotonic() < until:
+            check()
             time.sleep(_LOOK)
 
-    def _tell_failure(self, call: int, error: BaseException) -> Exception | None:
-        """Tell the other workers of a failure; return theirs where one of them was first."""
-        if self._store is None or self._failed >= call:
-            return None
-        self._failed = call
-        words = json.dumps([_kind(error), str(error), getattr(error, "traceback_there", "")])
-        try:
-            # The first one that fails is the cause.
-            told = self._store.compare_set(f"{call}/end", "", words)
-        except torch.distributed.DistError:
-            # The store is gone with its worker, which the other ones see too.
-            return None
-        return None if told == words.encode() or not told else _error(*json.loads(told))
+    def _await_cause(self, call: int, check: Check) -> None:
+        """Give the other workers a moment to tell of the failure that has made members here fail."""
+        until = time.monotonic() + _ECHO
+        while self._nodes > 1 and time.monotonic() < until:
+            self._outcomes.look(call, check)
+            time.sleep(_LOOK)
 
     # -- what stays there ------------------------------------------------------------------------------------
 
@@ -483,16 +478,3 @@ class Members:
             for child in self._children:
                 self._nursery.end(child)
         self._children = []
-
-
-def _kind(error: BaseException) -> str:
-    kind = type(error)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _error(kind: str, text: str, traceback: str) -> Exception:
-    """Return an error that names the class, the text and the traceback of one in another process."""
-    module, _, name = kind.rpartition(".")
-    made = type(name, (Exception,), {"__module__": module or "builtins", "__qualname__": name})(text)
-    made.traceback_there = traceback
-    return made  # type: ignore[no-any-return]

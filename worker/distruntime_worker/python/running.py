@@ -22,7 +22,7 @@ from functools import partial
 from threading import get_ident
 from typing import NamedTuple, NoReturn, Protocol
 
-from distruntime.errors import RemoteError, StreamCancelled
+from distruntime.errors import NodeFailed, RemoteError, StreamCancelled
 from distruntime.wire.messages import Goodbye, Message, Printed, Typed, Warned
 
 from .alarms import Alarm, alarms
@@ -126,8 +126,8 @@ class Around:
         # It makes what a call runs in.
         self.call: Callable[[str, float | None], Running] = partial(Running, self)
         self.gate = threading.Lock()
-        # These calls, by the position after them, are not to begin.
-        self.unwanted: set[int] = set()
+        # These calls, by the position after them, are not to begin, and why.
+        self.unwanted: dict[int, Why] = {}
         # What may still be sent, and since when it grows.
         self._room, self._filled = float(_BURST), time.monotonic()
         _sessions[self] = None
@@ -159,20 +159,22 @@ class Around:
         """Return the calls of this session that run."""
         return [call for call in _running.copy() if call.around is self]
 
-    def cancel(self, thread: int | None, position: int, alone: bool) -> None:
-        """Interrupt the call that a thread runs, if it is before a position (the reader).
-
-        `alone` stands for the call that ends there, in whatever thread.
-        """
-        if alone:
-            self.unwanted.add(position)
+    def cancel(self, thread: int, position: int) -> None:
+        """Interrupt the call that a thread runs, if it is before a position (the reader)."""
         for call in self.mine():
             place = self._locate(call.thread)
-            if place is None or (place.end != position if alone else place.end > position):
-                continue
-            if alone or call.thread == thread:
-                self.unwanted.discard(place.end)
-                call.interrupt(None)
+            if call.thread == thread and place is not None and place.end <= position:
+                self.unwanted.pop(place.end, None)
+                call.interrupt(Why())
+
+    def cancel_call(self, position: int, lost: str) -> None:
+        """Drop the call that ends at a position, or interrupt it; `lost` as in `Why` (the reader)."""
+        why = self.unwanted[position] = Why(lost=lost)
+        for call in self.mine():
+            place = self._locate(call.thread)
+            if place is not None and place.end == position:
+                self.unwanted.pop(position, None)
+                call.interrupt(why)
 
     def typed(self, message: Typed) -> None:
         """Hand a line to the debugger that waits for it (the reader)."""
@@ -184,13 +186,17 @@ class Around:
         """Interrupt what still runs: the session is over."""
         _sessions.pop(self, None)
         for call in self.mine():
-            call.interrupt(None)
+            call.interrupt(Why())
 
 
 class Why(NamedTuple):
-    """Why a call is interrupted: after so many seconds, or because somebody has cancelled it (None)."""
+    """Why a call is interrupted: it has run for so many seconds, or a worker that runs a part of it is lost.
 
-    seconds: float | None
+    Otherwise somebody has cancelled it.
+    """
+
+    seconds: float | None = None
+    lost: str = ""
 
 
 class Running:
@@ -199,6 +205,8 @@ class Running:
     # Attributes of the class are what holds until something happens: most calls write nothing.
     over = False
     why: Why | None = None
+    # It looks itself whether it is interrupted, and nothing strikes it.
+    polls = False
     # It takes a line for the debugger of this call, while that waits for one.
     typed: Callable[[str | None], None] | None = None
     # Its thread is traced.
@@ -217,13 +225,14 @@ class Running:
         here.call = self
         _running[self] = None
         if self.timeout is not None:
-            self._alarm = alarms.after(self.timeout, partial(self.interrupt, self.timeout))
+            self._alarm = alarms.after(self.timeout, partial(self.interrupt, Why(self.timeout)))
         # The reader adds to this before it looks at what runs.
         if self.around.unwanted:
             place = self.around.place(self.thread)
-            if place is not None and place.end in self.around.unwanted:
-                self.around.unwanted.discard(place.end)
-                raise StreamCancelled(f"{self.name} was dropped by dr.cancel() before it ran")
+            why = None if place is None else self.around.unwanted.pop(place.end, None)
+            if why is not None:
+                text = f"{self.name} was dropped by dr.cancel() before it ran"
+                raise NodeFailed(why.lost) if why.lost else StreamCancelled(text)
 
     def finish(self) -> None:
         """Note that the call is over. An interrupt may strike in here: then call it again."""
@@ -244,19 +253,35 @@ class Running:
 
     # -- what ends it early ----------------------------------------------------------------------------------
 
-    def interrupt(self, seconds: float | None) -> None:
-        """Have the call end: after its timeout of so many seconds, or because it was cancelled."""
+    def interrupt(self, why: Why) -> None:
+        """Have the call end."""
         with self.around.gate:
             if self.over:
                 return
             if self.why is None:
-                self.why = Why(seconds)
+                self.why = why
                 if self._alarm is not None:
                     alarms.call_off(self._alarm)
                 self._alarm = alarms.after(_STUCK, self._tell_if_stuck)
-            _set_exception(self.thread, Interrupted)
+            if not self.polls:
+                _set_exception(self.thread, Interrupted)
             if self.typed is not None:
                 self.typed(None)
+
+    def poll(self) -> None:
+        """Let nothing strike the call from now on: `look` tells of what interrupts it."""
+        with self.around.gate:
+            self.polls = True
+            if self.why is not None:
+                # It may have been sent, and not have struck yet.
+                _take_back(self.thread)
+
+    def look(self) -> None:
+        """Raise what the call fails with, if something has interrupted it."""
+        if self.why is not None:
+            failure = self.failure(Interrupted())
+            assert failure is not None
+            raise failure
 
     def ask(self, text: str, typed: queue.SimpleQueue[str | None]) -> str | None:
         """Show a prompt at the master; return the line that is typed there, None at the end of the input."""
@@ -297,6 +322,8 @@ class Running:
                     f"{self.name} ran for longer than its timeout of {self.why.seconds:g} s, and was "
                     "interrupted"
                 )
+            case Interrupted() | bdb.BdbQuit() if self.why is not None and self.why.lost:
+                return NodeFailed(self.why.lost)
             case Interrupted() | bdb.BdbQuit() if self.why is not None:
                 return StreamCancelled(f"{self.name} was interrupted by dr.cancel() or stream.cancel()")
             case bdb.BdbQuit():

@@ -134,16 +134,18 @@ class Executor:
 
     def cancel(self, message: Cancel) -> None:
         """Drop what a stream has not begun, and interrupt the function that it runs (the reader)."""
-        state = self.state
+        state, position = self.state, message.position
         stream = state.named(message.stream)
         if stream is None:
             raise ProtocolError(f"there is no stream {message.stream}")
-        if message.alone and state.executed >= message.position:
+        if message.alone:
+            if state.executed < position:
+                self.around.cancel_call(position, message.reason)
             return
-        if not message.alone:
-            self._cancelling.cut(stream, message.position)
+        self._cancelling.cut(stream, position)
         thread = next((ident for ident, one in list(state.by_thread.items()) if one is stream), None)
-        self.around.cancel(thread, message.position, message.alone)
+        if thread is not None:
+            self.around.cancel(thread, position)
 
     def open(self, message: OpenStream) -> Stream:
         """Return a new stream, for its thread to run.

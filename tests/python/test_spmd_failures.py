@@ -1,0 +1,217 @@
+"""A call of `dr.spmd` that fails, is cancelled or loses a worker ends on all members; the next one runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import distruntime as dr
+from processes import until
+
+
+def works(mesh: dr.DeviceMesh) -> bool:
+    return bool(dr.fetch(dr.spmd(mesh, lambda: dist.get_world_size())()) == [2, 2])
+
+
+def test_a_member_that_raises_ends_the_call(mesh: dr.DeviceMesh) -> None:
+    @dr.spmd(mesh, returns=object)
+    def fails() -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("boom")
+        dist.barrier()
+
+    with pytest.raises(KeyError, match=r"'boom' \(rank 1\)") as caught:
+        dr.fetch(fails())
+    assert 'raise KeyError("boom")' in str(caught.value.__cause__)
+    assert works(mesh)
+
+
+def test_a_member_that_exits_ends_the_call(mesh: dr.DeviceMesh) -> None:
+    @dr.spmd(mesh, returns=object)
+    def exits() -> None:
+        if dist.get_rank() == 1:
+            os._exit(3)
+        dist.barrier()
+
+    with pytest.raises(RuntimeError, match=r"rank 1 exited with code 3 in .*exits"):
+        dr.fetch(exits())
+    assert works(mesh)
+
+
+def test_one_that_never_returns_has_a_timeout(mesh: dr.DeviceMesh) -> None:
+    @dr.spmd(mesh, returns=object, timeout=1.0)
+    def hangs() -> None:
+        if dist.get_rank() == 1:
+            signal.pause()
+
+    assert works(mesh)
+    with pytest.raises(dr.WaitTimeout, match="did not return within its timeout"):
+        dr.fetch(hangs())
+    assert works(mesh)
+
+
+def test_objects_of_ended_processes_say_so(mesh: dr.DeviceMesh) -> None:
+    held = dr.spmd(mesh, lambda: nn.Linear(2, 2))()
+    with pytest.raises(ZeroDivisionError):
+        dr.fetch(dr.spmd(mesh, lambda: 1 // 0, returns=object)())
+    with pytest.raises(dr.UsageError, match="started again after a failure"):
+        dr.fetch(dr.spmd(mesh, lambda m: m.weight, returns=object)(held))
+
+
+def test_an_argument_that_has_failed_on_one_member(mesh: dr.DeviceMesh) -> None:
+    shards = dr.shards(torch.ones(2, device=mesh.device))
+    assert len(shards) == 2
+    good = torch.ones(3, device=dr.place(0))
+    bad = torch.ones(3, device=dr.place(1))[torch.tensor([0, 1, 5], device=dr.place(1))]
+    x = dr.from_shards([good, bad], mesh)
+    with pytest.raises((IndexError, RuntimeError), match=r"out of bounds|an argument of it had failed"):
+        dr.fetch(dr.spmd(mesh, lambda x: dist.barrier(), returns=object)(x))
+    with pytest.raises(IndexError):
+        bad.cpu()
+    assert works(mesh)
+
+
+# -- cancelled -----------------------------------------------------------------------------------------------
+
+
+def begun(folder: Path) -> None:
+    (folder / str(dist.get_rank())).touch()
+
+
+def in_collectives(folder: Path) -> None:
+    begun(folder)
+    while True:
+        dist.all_reduce(torch.ones(4))
+
+
+def in_python(folder: Path) -> None:
+    begun(folder)
+    while True:
+        pass
+
+
+def in_a_sleep(folder: Path) -> None:
+    begun(folder)
+    time.sleep(600)
+
+
+def in_backward(folder: Path) -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(64, 64))
+    begun(folder)
+    while True:
+        model(torch.randn(8, 64)).sum().backward()
+
+
+def one_waits(folder: Path) -> None:
+    begun(folder)
+    if dist.get_rank() == 1:
+        time.sleep(600)
+    dist.barrier()
+
+
+def cancelled(value: object) -> None:
+    with pytest.raises(dr.StreamCancelled):
+        dr.fetch(value)
+
+
+@pytest.mark.parametrize("body", [in_collectives, in_python, in_a_sleep, in_backward, one_waits])
+def test_a_call_that_is_cancelled_ends_on_all_members(mesh: dr.DeviceMesh, tmp_path: Path, body: Any) -> None:
+    calls = [dr.spmd(mesh, body, returns=object)(tmp_path) for _ in range(2)]
+    until(lambda: len([*tmp_path.iterdir()]) == 2)
+    dr.cancel()
+    for item in (*calls[0], *calls[1]):
+        cancelled(item)
+    assert works(mesh)
+    x = [torch.ones(2, device=place) for place in mesh.places]
+    dr.all_reduce(x)
+    assert x[1].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("what", ["a list", "an item", "a tensor", "a shard", "one node"])
+def test_whatever_is_cancelled_of_a_call_the_whole_call_ends(
+    mesh: dr.DeviceMesh, tmp_path: Path, what: str
+) -> None:
+    @dr.spmd(mesh, returns=(object, torch.ones(2, device="meta")))
+    def waits(folder: Path) -> tuple[int, torch.Tensor]:
+        begun(folder)
+        time.sleep(600)
+        return 1, torch.ones(2)
+
+    found: tuple[Any, torch.Tensor] = waits(tmp_path)
+    until(lambda: len([*tmp_path.iterdir()]) == 2)
+    cases = {
+        "a list": found[0],
+        "an item": found[0][1],
+        "a tensor": found[1],
+        "a shard": found[1].member(0),
+        "one node": 1,
+    }
+    dr.cancel(cases[what])
+    for item in (*found[0], found[1]):
+        cancelled(item)
+    assert works(mesh)
+
+
+def test_a_call_that_waits_for_its_turn_is_dropped_alone(mesh: dr.DeviceMesh, tmp_path: Path) -> None:
+    @dr.spmd(mesh, returns=object)
+    def waits(folder: Path) -> None:
+        begun(folder)
+        while not (folder / "go").exists():
+            time.sleep(0.001)
+
+    first, second = waits(tmp_path), dr.spmd(mesh, in_python, returns=object)(tmp_path)
+    until(lambda: len([*tmp_path.iterdir()]) == 2)
+    dr.cancel(second)
+    (tmp_path / "go").touch()
+    assert dr.fetch(first) == [None, None]
+    for item in second:
+        cancelled(item)
+    assert works(mesh)
+
+
+def test_calls_are_cancelled_at_any_moment(mesh: dr.DeviceMesh) -> None:
+    @dr.spmd(mesh, returns=object)
+    def brief() -> int:
+        dist.barrier()
+        return 1
+
+    for k in range(8):
+        calls = [brief() for _ in range(3)]
+        # Somewhere between the first and the last of them.
+        for _ in range(20_000 * k):
+            pass
+        dr.cancel(k % 2 if k % 3 else None)
+        for call in calls:
+            for item in call:
+                with suppress(dr.StreamCancelled):
+                    assert dr.fetch(item) == 1
+        assert works(mesh)
+
+
+# -- a worker that is lost -----------------------------------------------------------------------------------
+
+
+# The first worker has the store.
+@pytest.mark.parametrize(("body", "killed"), [(in_python, 0), (in_a_sleep, 1)])
+def test_the_members_end_with_a_worker_that_is_lost(
+    fresh_session: Callable[..., Any], tmp_path: Path, body: Any, killed: int
+) -> None:
+    fresh_session(world_size=2)
+    mesh = dr.init_device_mesh("cpu", (2,))
+    found = dr.spmd(mesh, body, returns=object)(tmp_path)
+    until(lambda: len([*tmp_path.iterdir()]) == 2)
+    os.kill(dr.nodes()[killed].pid, signal.SIGKILL)
+    for item in found:
+        with pytest.raises(dr.NodeFailed, match=rf"node {killed} .*SIGKILL"):
+            dr.fetch(item)
+    assert torch.ones(2, device=dr.place(1 - killed)).sum().item() == 2.0

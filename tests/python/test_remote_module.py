@@ -188,3 +188,80 @@ def test_a_module_may_return_something_else_in_training() -> None:
     for _ in range(2):
         assert net.train()(x)[1].shape == ()
         assert net.eval()(x).shape == (1, 2)
+
+
+class Dropping(torch.nn.Module):
+    """A module with a part that has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5))
+        self.head = torch.nn.Linear(4, 1)
+
+    def forward(self, x: Any) -> Any:
+        """Return one number a row."""
+        return self.head(self.body(x))
+
+
+def test_what_is_done_to_a_part_reaches_the_worker() -> None:
+    net: Any = dr.RemoteModule(Dropping)
+    x = torch.ones(64, 3, device=REMOTE)
+    assert [name for name, _ in net.named_modules()] == [name for name, _ in Dropping().named_modules()]
+    assert net.body.eval() is net.body
+    assert dr.fetch(net.remote.body.training) is False and dr.fetch(net.remote.training) is True
+    assert torch.equal(net(x).cpu(), net(x).cpu())
+    net.train()
+    assert not torch.equal(net(x).cpu(), net(x).cpu())
+    getattr(net.body, "1").p = 0.0
+    assert torch.equal(net(x).cpu(), net(x).cpu())
+    net.head.requires_grad_(False)
+    assert not net.remote.head.weight.requires_grad and not net.head.weight.requires_grad
+    net(x).sum().backward()
+    assert [p.grad is None for p in net.parameters()] == [False, False, True, True]
+    net.head.weight.data = torch.zeros(1, 4, device=REMOTE)
+    net.head.bias = torch.nn.Parameter(torch.full((1,), 7.0, device=REMOTE))
+    assert net(x)[0].item() == 7.0 and net.remote.head.bias.tolist() == [7.0]
+    net.head.bias.data = torch.full((1,), 9.0, device=REMOTE)
+    net.to(dr.place(1))
+    assert net.remote.head.bias.tolist() == [9.0]
+
+
+def test_what_would_not_reach_the_worker_is_refused() -> None:
+    net: Any = dr.RemoteModule(Dropping)
+    fixed = "would not follow"
+    for text, act in {
+        "would never be called": lambda: net.head.register_forward_hook(print),
+        "hooks on 'body'": lambda: net.body.register_full_backward_hook(print),
+        "converted with the module": lambda: net.head.half(),
+        "runs on the worker": lambda: net.head(1),
+        f"'head' of Dropping .*{fixed}": lambda: setattr(net, "head", torch.nn.Linear(1, 1)),
+        f"'body.x' .*{fixed}": lambda: setattr(net.body, "x", torch.nn.Linear(1, 1)),
+        f"'body.y' .*{fixed}": lambda: net.body.add_module("y", torch.nn.Linear(1, 1)),
+        f"'body' .*{fixed}": lambda: delattr(net, "body"),
+        f"'head.z' .*{fixed}": lambda: net.head.register_buffer("z", torch.ones(1)),
+        f"'head.w' .*{fixed}": lambda: net.head.register_parameter("w", None),
+    }.items():
+        with pytest.raises(dr.NotSupportedError, match=text):
+            act()
+
+
+class Doubled(torch.nn.Module):
+    """A parametrization."""
+
+    def forward(self, w: Any) -> Any:
+        """Return twice the parameter."""
+        return w * 2
+
+
+def test_torchs_parametrizations_are_computed_here() -> None:
+    parametrize = torch.nn.utils.parametrize
+    net: Any = dr.RemoteModule(torch.nn.Sequential, torch.nn.Linear(2, 1))
+    layer = getattr(net, "0")
+    before = layer.weight.tolist()
+    parametrize.register_parametrization(layer, "weight", Doubled())
+    net(torch.ones(1, 2, device=REMOTE)).sum().backward()
+    assert layer.parametrizations.weight.original.grad.tolist() == [[2.0, 2.0]]
+    with pytest.raises(dr.NotSupportedError, match="is computed here"):
+        net.to(dr.place(1))
+    parametrize.remove_parametrizations(layer, "weight")
+    assert getattr(net.remote, "0").weight.tolist() == [[2 * value for value in before[0]]]

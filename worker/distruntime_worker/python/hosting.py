@@ -35,6 +35,7 @@ class Hosted:
             parameters,
             buffers,
             {
+                "parts": [name for name, _ in self.module.named_modules()],
                 "ties": ties,
                 "kept": [name for name in buffers if name in state],
                 "frozen": [name for name, parameter in parameters.items() if not parameter.requires_grad],
@@ -48,9 +49,22 @@ class Hosted:
         given = dict(zip(self._names, parameters))
         return torch.func.functional_call(self.module, given, tuple(args), dict(kwargs))
 
-    def train(self, mode: bool) -> None:
-        """Set the mode of the module."""
-        self.module.train(mode)
+    def train(self, mode: bool, part: str = "") -> None:
+        """Set the mode of the module, or of a part."""
+        self.module.get_submodule(part).train(mode)
+
+    def requires_grad_(self, requires_grad: bool, part: str = "") -> None:
+        """Set whether the parameters of the module, or of a part, require grad."""
+        self.module.get_submodule(part).requires_grad_(requires_grad)
+
+    def set_attribute(self, part: str, name: str, value: object) -> None:
+        """Set an attribute of a part."""
+        setattr(self.module.get_submodule(part), name, value)
+
+    def assign(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Have parameters be in other memory."""
+        for name, tensor in parameters.items():
+            self.module.get_parameter(name).data = tensor
 
     def to(self, dtype: torch.dtype) -> None:
         """Convert the parameters and buffers."""

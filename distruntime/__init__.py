@@ -70,6 +70,7 @@ if typing.TYPE_CHECKING:
     from .mesh.layout import Layout
     from .mesh.mesh import DeviceMesh, init_device_mesh
     from .mesh.shards import from_shards, shards
+    from .programs.program import Program, program
     from .publishing.listing import Publication, Publications
     from .publishing.publish import lookup, names, publish, unpublish
     from .python.files import pull, push
@@ -189,6 +190,7 @@ __all__ = [
     "Place",
     "PlacementError",
     "ProcessGroup",
+    "Program",
     "ProtocolError",
     "Publication",
     "Publications",
@@ -259,6 +261,7 @@ __all__ = [
     "place",
     "premul_sum",
     "primitives",
+    "program",
     "publish",
     "pull",
     "push",

@@ -77,6 +77,7 @@ docs/data
 docs/shipping
 docs/places
 docs/streams
+docs/programs
 docs/meshes
 docs/primitives
 docs/data_channel

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ..errors import CheckpointError, DistruntimeError, NodeFailed, SessionClosed, WaitTimeout
 from ..log.handle import Handle
-from ..log.ledger import Cause
+from ..log.ledger import Cause, Key
 from ..log.line import Line, line_text
 from ..log.node import Node
 from ..session.failures import remote_error
@@ -69,7 +69,7 @@ class Saving:
         # No message has this request. It is answered when all is over.
         self._whole: Request[None] = Request(0, session.nodes[0])
         self._failure: Callable[[], BaseException] | None = None
-        self._filed: tuple[Node, tuple[int, int]] | None = None
+        self._filed: tuple[Node, Key] | None = None
         self._on_end: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
@@ -272,7 +272,7 @@ class Saving:
 
     def _file(self, node: Node, cause: Cause) -> None:
         """Let the next `synchronize` raise it, or `shutdown`, if nobody waits before."""
-        key = (0, _keys())
+        key = (0, _keys(), -1)
         with node.lock:
             node.ledger.unread[key] = cause
         self._filed = node, key

@@ -13,8 +13,13 @@ _CANCELLED = "distruntime.errors.StreamCancelled"
 # What is named so fails on several workers together. The first one's failure says all.
 BESIDE = " beside rank 0"
 
-# A failed instruction has its segment and its position.
-Key = tuple[int, int]
+# A failed instruction has its segment, its position, and its number in a program.
+Key = tuple[int, int, int]
+
+
+def key_of(failure: Failure) -> Key:
+    """Return what tells a worker's failure from its others."""
+    return failure.seq, failure.position, failure.part
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ import re
 import site
 import sys
 import sysconfig
+from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import final
 
 import torch
 
 
-@final
 class Call:
     """One call of a function of the user's: its code, and the call and the offset that it was called from.
 
@@ -38,6 +38,17 @@ class Call:
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
         """Trace nothing."""
+
+
+@final
+class Replayed(Call):
+    """A call that has replayed a program, which has these lines, one for each of its instructions."""
+
+    __slots__ = ("lines", "name")
+
+    def __init__(self, call: Call, name: str, lines: Sequence[Line | None]) -> None:
+        self.code, self.outer, self.at, self.cell = call.code, call.outer, call.at, call.cell
+        self.name, self.lines = name, lines
 
 
 # A line has a position after an instruction, and the call that issued it with an offset in its code.
@@ -129,6 +140,11 @@ def _called_from(frame: FrameType | None) -> Line:
     return line
 
 
+def of_a_library(code: CodeType) -> bool:
+    """Whether code is of Python's own library, of an installed package, or of this one."""
+    return code.co_filename.startswith((*_INSIDE, *_LIBRARIES, "<frozen "))
+
+
 def shown_line(line: Line) -> Line:
     """Return the line of the cell whose value IPython shows, where a line is IPython's own."""
     _, call, at = line
@@ -161,6 +177,15 @@ def place_of(line: Line) -> tuple[CodeType | None, int]:
 def line_text(line: Line | None) -> str:
     """Return "train.py:41   z = x + y" of an instruction's line."""
     return "an unknown line" if line is None or line[1] is None else code_text(line[1].code, line[2])
+
+
+def text_of_part(line: Line | None, part: int) -> str:
+    """Return the line of an instruction; of one of a program, its own line and the one that replayed it."""
+    text = line_text(line)
+    call = None if line is None else line[1]
+    if not isinstance(call, Replayed) or not 0 <= part < len(call.lines):
+        return text
+    return f"{line_text(call.lines[part])}\n  in the program {call.name!r}, replayed at {text}"
 
 
 def code_text(code: CodeType | None, offset: int) -> str:

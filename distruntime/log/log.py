@@ -19,11 +19,12 @@ from ..errors import NodeFailed
 from ..wire.codec import Buffer, encode
 from ..wire.frames import Part
 from ..wire.link import Delivery
-from ..wire.messages import FORGET, MeshBody, Plain, Segment
+from ..wire.messages import DROP, FORGET, MeshBody, Plain, Segment
 from .checks import Checks, Correct
 from .line import Line, line_text
 from .order import Order
 from .stretches import StretchedLog
+from .tape import NOTED, Tape
 from .templates import Templates
 
 # A segment has this many words at most, about 1,000 instructions. A hundred instructions would do for the
@@ -118,6 +119,8 @@ class Flight:
     releases: list[Callable[[], None]]
     # So many workers have not run it.
     waiting: int = 1
+    # The programs in it stand for so many words.
+    weight: int = 0
 
     def line_at(self, position: int) -> Line | None:
         """Return the line that issued the instruction at a position, if the instruction is in here."""
@@ -179,6 +182,8 @@ class Log(ABC):
         self.line_table: list[Line] = []
         # The handles of these refs died. Anyone may append at any time.
         self.freed: list[int] = []
+        # Nobody can call the programs of these keys any more. Anyone may append at any time.
+        self.dropped: list[bytes] = []
         self.base = 0
         # Everything up to this position has run, or on a GPU has been issued, as far as is known.
         self.acknowledged = 0
@@ -224,6 +229,10 @@ class Log(ABC):
         self.told = 0
         # So many bytes of uploads are in flight.
         self._nbytes = 0
+        # The programs that are not sent, and those in flight, stand for so many words.
+        self.weight = self._heavy = 0
+        # These note the words of this log while programs are recorded. Each instruction is sent at once then.
+        self.tapes: list[Tape] = []
 
     # -- what a worker and a mesh do differently -------------------------------------------------------------
 
@@ -287,6 +296,15 @@ class Log(ABC):
             self.order.fence()
         self.words += [FORGET, self.templates.expire()]
 
+    def _drop_templates(self) -> None:
+        """Have the workers drop what nobody can call any more, behind what has been issued."""
+        while self.dropped:
+            number = self.templates.drop(self.dropped.pop())
+            if number is not None:
+                if self.order is not None:
+                    self.order.fence()
+                self.words += [DROP, number]
+
     def check(self, correct: Correct) -> int:
         """Return the number of a new prediction for the word CHECK; `correct` is called as `Checks` says."""
         return self.checks.add(correct)
@@ -303,9 +321,30 @@ class Log(ABC):
             self.words += words
             entry = (self.base + len(self.words), line[1], line[2])
             self.line_table.append(entry)
-            if len(self.words) > self.enough:
+            if len(self.words) + self.weight > self.enough:
                 self.flush()
             return entry
+
+    def begin_tape(self) -> Tape:
+        """Return a new tape, which notes what is issued from now on."""
+        with self.lock:
+            self.flush()
+            tape = Tape(self)
+            self.tapes.append(tape)
+            if self.active:
+                self.enough = NOTED
+            return tape
+
+    def end_tape(self, tape: Tape) -> None:
+        """Let a tape note nothing more. What was let go of until now is on it."""
+        with self.lock:
+            self.flush()
+            self.tapes.remove(tape)
+            self._look_at_window()
+
+    def weigh(self, words: int) -> None:
+        """Let the next instruction count as so many words. Call under `lock`."""
+        self.weight += words
 
     def attach(self, payload: Buffer) -> int:
         """Return the number of a payload frame of the next segment.
@@ -339,12 +378,16 @@ class Log(ABC):
                 outlet, order = self.outlet, self.order
                 if outlet.unsent is not None:
                     self._resend()
+                if self.dropped:
+                    self._drop_templates()
                 if order is not None:
                     order.append_frees()
                 freed = self.freed
                 while freed:
                     self.words.append(-freed.pop())
                 words = self.words
+                for tape in self.tapes:
+                    tape.take(self)
                 stretched = words if isinstance(words, StretchedLog) else None
                 if not words:
                     return
@@ -371,6 +414,7 @@ class Log(ABC):
                     attached.nbytes,
                     self.checks.last,
                     attached.releases,
+                    weight=self.weight,
                 )
                 rest = words[taken:] if stretched is None else stretched.rest(taken)
                 # A finalizer may run in there and issue something.
@@ -385,11 +429,14 @@ class Log(ABC):
                 outlet.unsent = frames
                 self.flights.append(flight)
                 self._nbytes += flight.nbytes
+                self._heavy += self.weight
+                self.weight = 0
                 if self.overtaken and order is None:
                     # What is read from now on comes after these words, and so after the other log's.
                     self.checked, self.overtaken = end, False
-                self.busy = end - self.acknowledged > WINDOW or self._nbytes > PAYLOAD_WINDOW
-                self.enough = _enough(len(self.flights))
+                under_way = end - self.acknowledged + self._heavy
+                self.busy = under_way > WINDOW or self._nbytes > PAYLOAD_WINDOW
+                self.enough = NOTED if self.tapes else _enough(len(self.flights))
                 outlet.last = outlet.send(frames, copy=len(frames) == 1)
                 outlet.unsent = None
                 session = self.session
@@ -413,7 +460,7 @@ class Log(ABC):
                     return False
                 sibling.flush()
                 sibling.active, sibling.enough = False, 0
-        self.active, self.enough = True, _enough(len(self.flights))
+        self.active, self.enough = True, self._threshold()
         return True
 
     def _flush_deferred(self) -> None:
@@ -435,6 +482,7 @@ class Log(ABC):
         """Drop what has gathered: nobody is left to run it."""
         self.words.clear()
         self.line_table, self.attached, self.templates.untold = [], Attached(), []
+        self.weight = 0
 
     # -- what comes back -------------------------------------------------------------------------------------
 
@@ -445,17 +493,25 @@ class Log(ABC):
         """
         self.acknowledged = flight.end
         self._nbytes -= flight.nbytes
+        self._heavy -= flight.weight
         if not self.asynchronous:
             self.executed = flight.end
         self.checks.confirm(flight.checks)
 
     def _go_on(self) -> None:
         """Open the window again, and send what has gathered, if that is enough. Call under `lock`."""
-        self.busy = self.base - self.acknowledged > WINDOW or self._nbytes > PAYLOAD_WINDOW
+        self._look_at_window()
+        if self.active and self.words and len(self.words) + self.weight > self.enough:
+            self.flush()
+
+    def _look_at_window(self) -> None:
+        under_way = self.base - self.acknowledged + self._heavy
+        self.busy = under_way > WINDOW or self._nbytes > PAYLOAD_WINDOW
         if self.active:
-            self.enough = _enough(len(self.flights))
-            if self.words and len(self.words) > self.enough:
-                self.flush()
+            self.enough = self._threshold()
+
+    def _threshold(self) -> int:
+        return NOTED if self.tapes else _enough(len(self.flights))
 
     def queued(self) -> int:
         """Return how many operations are issued and not known to have run."""
@@ -484,12 +540,13 @@ class Log(ABC):
 
         The segments land in order, and the window opens when enough of them have.
         """
-        nbytes, count = self._nbytes, 0
+        nbytes, heavy, count = self._nbytes, self._heavy, 0
         for flight in tuple(self.flights):
             if flight.log is self:
                 nbytes -= flight.nbytes
+                heavy -= flight.weight
                 count += self._rest(flight)
-                if self.base - flight.end <= WINDOW and nbytes <= PAYLOAD_WINDOW:
+                if self.base - flight.end + heavy <= WINDOW and nbytes <= PAYLOAD_WINDOW:
                     break
         return count
 

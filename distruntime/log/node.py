@@ -16,8 +16,8 @@ from ..wire.channel import Channel
 from ..wire.codec import failure_from
 from ..wire.link import Link
 from ..wire.messages import FORGET, Done, Failure, Segment, Welcome
-from .ledger import Cause, Ledger
-from .line import Line, line_text
+from .ledger import Cause, Ledger, key_of
+from .line import Line, text_of_part
 from .log import Flight, Log, Owner
 from .presence import Presence
 from .replies import is_spec
@@ -174,13 +174,13 @@ class Node(Log):
             self._go_on()
 
     def _file(self, failure: Failure, flight: Flight) -> None:
-        key = failure.seq, failure.position
+        key = key_of(failure)
         # A reply may have named it before its segment was done.
         if key not in self.ledger:
             line = flight.line_at(failure.position)
             call = None if line is None else line[1]
             log = None if flight.log is self else flight.log
-            self.ledger.file(key, Cause(failure, line_text(line), call, log=log))
+            self.ledger.file(key, Cause(failure, text_of_part(line, failure.part), call, log=log))
 
     def _file_running(self, failure: Failure) -> None:
         """File a failure of a segment that is not done."""
@@ -208,7 +208,7 @@ class Node(Log):
         if failure.node not in (-1, self.index) and 0 <= failure.node < len(self.session.nodes):
             origin = self.session.nodes[failure.node]
             return replace(origin.cause(replace(failure, node=-1)), where=origin.index)
-        key = failure.seq, failure.position
+        key = key_of(failure)
         with self.lock:
             if key not in self.ledger:
                 self._file_running(failure)
@@ -225,7 +225,7 @@ class Node(Log):
                 self.failed, self.deserted = why, True
                 self._drop()
                 flights, self.flights = self.flights, deque()
-                self.acknowledged, self._nbytes = self.base, 0
+                self.acknowledged, self._nbytes, self._heavy = self.base, 0, 0
                 self.busy = False
                 self.enough = 0
                 self.outlet.unsent = None

@@ -57,16 +57,16 @@ class StretchedLog(list[object]):
         """Return the stretches of the first `taken` words as [stream, number of words]."""
         return [
             [stream, min(end, taken) - first]
-            for stream, first, end in self._bounds()
+            for stream, first, end in self.bounds()
             if first < min(end, taken)
         ]
 
     def rest(self, taken: int) -> StretchedLog:
         """Return a log of what follows the first `taken` words."""
-        left = [[stream, max(first - taken, 0)] for stream, first, end in self._bounds() if end > taken]
+        left = [[stream, max(first - taken, 0)] for stream, first, end in self.bounds() if end > taken]
         return StretchedLog(self._free, self._stray, self[taken:], left)
 
-    def _bounds(self) -> list[tuple[int, int, int]]:
+    def bounds(self) -> list[tuple[int, int, int]]:
         """Return (stream, index of its first word, index behind its last) of each stretch."""
         ends = [first for _, first in self.stretches[1:]] + [len(self)]
         return [(stream, first, end) for (stream, first), end in zip(self.stretches, ends)]

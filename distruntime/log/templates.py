@@ -17,6 +17,7 @@ class Templates:
 
     def __init__(self) -> None:
         self._numbers: dict[bytes, int] = {}
+        self._fields: dict[int, Sequence[object]] = {}
         self._next = FIRST_TEMPLATE
         # This is the first number of the current generation.
         self.generation = FIRST_TEMPLATE
@@ -30,6 +31,10 @@ class Templates:
         """Return the number of a template, or None if the workers do not know it."""
         return self._numbers.get(key)
 
+    def fields(self, number: int) -> Sequence[object]:
+        """Return what the workers have learnt under a number."""
+        return self._fields[number]
+
     @property
     def full(self) -> bool:
         """Whether the current generation has as many templates as it may have."""
@@ -39,7 +44,15 @@ class Templates:
         """Return the number of a new template, which the next segment teaches."""
         number = self._numbers[key] = self._next
         self._next += 1
+        self._fields[number] = fields
         self.untold.append([number, *fields])
+        return number
+
+    def drop(self, key: bytes) -> int | None:
+        """Forget one template; return its number, or None if the workers do not know it."""
+        number = self._numbers.pop(key, None)
+        if number is not None:
+            del self._fields[number]
         return number
 
     def expire(self) -> int:
@@ -48,5 +61,6 @@ class Templates:
         """
         oldest = self.generation
         self._numbers = {key: number for key, number in self._numbers.items() if number >= oldest}
+        self._fields = {number: row for number, row in self._fields.items() if number >= oldest}
         self.generation = self._next
         return oldest

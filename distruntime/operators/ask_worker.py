@@ -18,6 +18,7 @@ from ..log.mesh_log import MeshLog
 from ..log.read_only import require_writable
 from ..log.shards import member_of, mesh_of
 from ..log.spec import Spec, spec_from_wire
+from ..log.tape import not_in_a_program, recorded
 from ..session.requests import Request
 from ..session.session import session_of_log
 from ..session.stalls import before_wait, note_wait
@@ -79,8 +80,16 @@ def _asked(call: Call) -> Any:
     node = place.node
     if node.members:
         return _ask_each(call)
-    before_wait(f"{func} (its results depend on data)")
     schema = func._schema
+    # These are deterministic: only the meta kernel was wrong.
+    deterministic = any(schema.name in liars for liars in (LIARS, LIARS_OF_DTYPES, LIARS_ON_GPUS))
+    if recorded.name and not deterministic:
+        raise not_in_a_program(
+            f"hold {func}: only the worker knows its result's shape, which depends on data",
+            "call it outside, and pass the result; or use a form of fixed size: torch.where, a mask",
+            call.line,
+        )
+    before_wait(f"{func} (its results depend on data)")
     _, written, shared = aliases(func, args, kwargs)
     operands: list[Any] = tensors_of(args, kwargs)
     listed = any(str(r.type) == "List[Tensor]" for r in schema.returns)
@@ -128,8 +137,6 @@ def _asked(call: Call) -> Any:
         results.append(New(handle.spec, alias))
     if len(own) > 1:
         relate(own)
-    # These are deterministic: only the meta kernel was wrong.
-    deterministic = any(schema.name in liars for liars in (LIARS, LIARS_OF_DTYPES, LIARS_ON_GPUS))
     if call.signature is not None and deterministic and not schema.is_mutable:
         outcome = Outcome(results, count == 1, written, ())
         with node.lock:

@@ -21,6 +21,7 @@ from ..log.mesh_log import MeshLog
 from ..log.read_only import require_writable
 from ..log.shards import member_of, mesh_of
 from ..log.spec import Spec, spec_of
+from ..log.tape import not_in_a_program, recorded
 from ..session.requests import Request
 from ..session.session import session_of_log
 from ..session.stalls import before_wait, note_wait
@@ -58,6 +59,11 @@ def upload(
     session = session_of_log(node)
     session.require_open()
     node.require_alive()
+    if recorded.name and not recorded.lenient:
+        raise not_in_a_program(
+            "hold data of this process, as each replay would send the same",
+            "send it before, and pass it as an argument",
+        )
     if into is not None:
         require_writable([into.storage], user_line())
     if node.members:
@@ -162,6 +168,11 @@ def _on_host(handle: Handle) -> Handle:
 
 def request(handle: Handle, form: str, options: dict[str, Plain] | None = None) -> Request[object]:
     """Ask for a value as it is after everything issued so far. Return at once."""
+    if recorded.name:
+        raise not_in_a_program(
+            "read a value, as it is replayed without Python",
+            "return the tensor, and read it outside; torch.where chooses on the worker",
+        )
     if handle.place.node.members:
         handle = member_of(handle, 0)
     node, nbytes = handle.place.worker, handle.spec.nbytes

@@ -21,6 +21,7 @@ from ..log.log import Log
 from ..log.mesh_log import MeshLog
 from ..log.node import Node
 from ..log.presence import Absence
+from ..log.tape import not_in_a_program, recorded
 from ..log.worker_warnings import WorkerWarnings
 from ..wire.channel import Channel, PeerGone
 from ..wire.codec import encode
@@ -235,6 +236,9 @@ class Session:
         Show what workers have warned of until then, which raises if the user's filters say so. A caller that
         must go on waits `quietly`. Ctrl-C leaves everything usable.
         """
+        # What one call makes once may ask for its metadata.
+        if recorded.name and request.form != "specs":
+            raise not_in_a_program("wait for a worker", "wait before or after it")
         deadline = deadline_in(timeout)
         if self.joined:
             for node in self.logs:

@@ -107,7 +107,7 @@ def _misfit(cls: type[Message], values: Sequence[object]) -> str:
 
 def failure_from(row: object) -> Failure:
     """Return the failure that a worker sent; raise `ProtocolError` if it is none."""
-    if not isinstance(row, list) or [type(f) for f in row] != [int, int, str, str, str, str, str, int]:
+    if not isinstance(row, list) or [type(f) for f in row] != [int, int, str, str, str, str, str, int, int]:
         raise ProtocolError("what should be a failure is none")
     return Failure(*row)
 

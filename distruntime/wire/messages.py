@@ -66,9 +66,15 @@ WATCH = 13
 # The word is MARK. It stands where a program has recorded an event: a worker's GPU can tell when it gets
 # here.
 MARK = 14
+# The words are DROP, number. They drop one template, of a program that nobody can call any more.
+DROP = 15
 FIRST_TEMPLATE = 16
 # The words that stand before an instruction, and how many words of theirs come before it.
 BEFORE_INSTRUCTION = {CHECK: 3, LEARN: 2, WATCH: 1}
+# The operator of a template that is a whole program, and the kinds of a program's words: a value that it
+# makes, an argument, what the session holds, a number that never changes, and one that an instruction brings.
+PROGRAM = "distruntime::program"
+MADE, ARGUMENT, HELD, FLOAT, NUMBER = "v", "a", "c", "f", "n"
 
 
 def stream_number(mesh: int, stream: int) -> int:
@@ -872,6 +878,8 @@ class Failure:
     # It happened at this node, if that is not the worker that tells of it: a copy or a collective has brought
     # it.
     node: int = -1
+    # It is the instruction of this number in a program.
+    part: int = -1
 
 
 Message = (

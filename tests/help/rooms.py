@@ -14,10 +14,12 @@ SOURCES = {"distruntime": ROOT / "distruntime", "distruntime_worker": ROOT / "wo
 # outside the folders.
 ROOMS = {
     "distruntime": (
-        "errors wire log session operators tensors streams publishing collectives backend mesh python "
-        "cluster checkpoint face"
+        "errors wire log session operators tensors streams programs publishing collectives backend mesh "
+        "python cluster checkpoint face"
     ).split(),
-    "distruntime_worker": "machine values log checkpoint collectives publishing python session face".split(),
+    "distruntime_worker": (
+        "machine values log checkpoint collectives publishing python programs session face"
+    ).split(),
 }
 # Modules outside the folders that others import: each is a room of its own.
 SINGLE = {

@@ -11,6 +11,7 @@ from distruntime.wire.messages import (
     ADOPT,
     AWAIT,
     BEFORE_INSTRUCTION,
+    DROP,
     FORGET,
     GIVE,
     HOST,
@@ -59,9 +60,9 @@ class Cancelling:
             slots.pop(-word, None)
             return i + 1
         # What is taken or given may come from another stream.
-        if word in (FORGET, TAKE, GIVE):
+        if word in (FORGET, DROP, TAKE, GIVE):
             self._waits.pay(stream, p, i)
-        if word in (RELEASE, FORGET, STAMP, MARK, TAKE, GIVE, ADOPT):
+        if word in (RELEASE, FORGET, DROP, STAMP, MARK, TAKE, GIVE, ADOPT):
             return self._state.templates[word](slots, p, i)
         if word == WAIT and p[i + 3] is None:
             work = self._state.work(p)

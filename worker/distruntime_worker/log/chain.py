@@ -38,7 +38,7 @@ class Chain:
     """
 
     def __init__(self, state: State, draws: Draws) -> None:
-        self._state = state
+        self._state, self._draws = state, draws
         self.read_only = ReadOnly(state, self.renew)
         # The links stand from the outermost inwards. What may not be written is refused first: it neither
         # draws nor counts. Draws may wait for another session that has the generators, so memory is asked for
@@ -68,6 +68,11 @@ class Chain:
 
     def around(self, step: Step) -> Run:
         """Return what runs a step: its own run, and the links that concern it around that."""
+        if step.parts:
+            # A program draws as a whole. The other links stand around each of its instructions.
+            inner = [link for link in self.links if link is not self._draws]
+            step.runs = [_linked(part, inner) for part in step.parts]
+            return _linked(step, [self._draws])
         if not step.lanes:
             return _linked(step, self.links)
         step.runs = [_linked(lane, [link for link in self.links if link.each]) for lane in step.lanes]

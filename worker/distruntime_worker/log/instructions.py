@@ -16,6 +16,7 @@ from distruntime.errors import InternalError, NotSupportedError, ProtocolError
 from distruntime.wire.codec import bytes_tensor, copy_bytes, failure_fields, pack_constant
 from distruntime.wire.messages import (
     CHECK,
+    DROP,
     FORGET,
     GIVE,
     HOST,
@@ -67,6 +68,7 @@ class Instructions:
             LEARN: Own("learn", self._learn),
             UPLOAD: Own("upload", self._upload),
             FORGET: Own("forget", self._forget),
+            DROP: Own("drop", self._drop),
             STAMP: Own("stamp", self._stamp),
             RELEASE: Own("release", self._release),
             HOST: Own("a copy to the host", self._host),
@@ -272,6 +274,13 @@ class Instructions:
         with self._state.gate:
             first = int_word(p[i + 1])
             for number in [n for n in log.info.copy() if int_word(n) < first]:
+                del log.templates[number], log.info[number]
+        return i + 2
+
+    def _drop(self, slots: Slots, p: Words, i: int) -> int:
+        log, number = self._state.log(self._state.work(p)), int_word(p[i + 1])
+        with self._state.gate:
+            if number in log.info:
                 del log.templates[number], log.info[number]
         return i + 2
 

@@ -186,7 +186,12 @@ class State:
         """Return a new failure of the instruction at `i` of the words `p`, noted in its segment."""
         work, error = self.work(p), lost.look(error, op)
         cause = failure(
-            error, seq=work.segment.seq, position=work.segment.start + i, op=op, operands=operands
+            error,
+            seq=work.segment.seq,
+            position=work.segment.start + i,
+            op=op,
+            operands=operands,
+            part=work.part,
         )
         work.failures.append(cause)
         return cause

@@ -17,6 +17,7 @@ from distruntime.errors import ProtocolError
 from distruntime.wire.codec import failure_fields
 from distruntime.wire.messages import (
     AWAIT,
+    PROGRAM,
     WAIT,
     Cancel,
     Done,
@@ -45,6 +46,7 @@ from ..log.state import Send, State, Tell
 from ..log.turns import Turn, Turns
 from ..log.waits import Waits
 from ..machine.devices import Devices
+from ..programs.program import Program
 from ..publishing.published import Others, Published, Shelf
 from ..python.agent import Agent
 from ..python.calls import Calls, note_writes
@@ -395,6 +397,8 @@ class Executor:
         state.next_template += 1
         if name.startswith(PREFIX):
             step: Step = Collective(name, args, real, self.joint.take_part)
+        elif name == PROGRAM:
+            step = Program(args, state, self._called)
         else:
             call = self._called(name)
             step = template = Template(name, call, args, kwargs, results, real, state.fail)

@@ -68,13 +68,15 @@ def class_name(cls: type[BaseException]) -> str:
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
-def failure(error: BaseException, *, seq: int, position: int, op: str, operands: str) -> Failure:
+def failure(
+    error: BaseException, *, seq: int, position: int, op: str, operands: str, part: int = -1
+) -> Failure:
     """Return `error` as the value that poisons results."""
     # An error of another process, where a member of a mesh ran, brings the traceback from there.
     there = str(getattr(error, "traceback_there", ""))
     told = there[-8000:] or (_traceback(error)[-8000:] if _tells(error) else "")
     kind, text = class_name(type(error)), _text(error)[:4000]
-    return Failure(seq, position, kind, text, told, op, operands)
+    return Failure(seq, position, kind, text, told, op, operands, part=part)
 
 
 def _traceback(error: BaseException) -> str:

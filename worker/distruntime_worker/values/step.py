@@ -1,7 +1,8 @@
 """A step: one instruction of a log, as whoever stands around its run, or drops it, sees it.
 
 Steps are the templates of a master's operators (`Template`, and `Lanes` for a mesh's members), the operations
-of groups (`Collective`, and `LaneCollective` along a mesh), and the runtime's own instructions (`Own`).
+of groups (`Collective`, and `LaneCollective` along a mesh), programs (`Program`), and the runtime's own
+instructions (`Own`).
 """
 
 from __future__ import annotations
@@ -103,7 +104,9 @@ class Step(Protocol):
     joint: bool = False
     # These are the steps of a mesh's members, where several are here.
     lanes: Sequence[Step] = ()
-    # The members' steps run these. The chain replaces them: see chain.py.
+    # These are the steps of a program's instructions, each once.
+    parts: Sequence[Step] = ()
+    # The members' steps, or a program's, run these. The chain replaces them: see chain.py.
     runs: Sequence[Run] = ()
     # It holds the step to its session's share of memory, if anything does: see guard.py.
     guard: Guard | None = None

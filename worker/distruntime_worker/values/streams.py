@@ -57,6 +57,8 @@ class Work:
     mesh: Mesh | None = None
     # It is set when everything before the segment has run, where the streams must wait for that.
     before: threading.Event | None = None
+    # A program runs by its instructions, and this is the number of the one that runs.
+    part: int = -1
 
 
 # A stretch is the words from one index to another of a segment.

@@ -1,0 +1,178 @@
+"""One test whether what a function can reach is as it was, compiled from a walk."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..tensors.tensor import DistributedTensor
+from .reach import PLAIN, Reach, Seen, same
+
+_handle = operator.attrgetter("_handle")
+_requires_grad = operator.attrgetter("requires_grad")
+# These attributes of many tensors are read by one loop in C.
+_LOOPED = ("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+# So many conditions stand in one expression: one of thousands is too deep for the compiler.
+_TOGETHER = 20
+
+
+def settings() -> tuple[object, ...]:
+    """Return what torch's own switches say, as far as they change which operators are issued."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.is_autocast_enabled("remote"),
+        torch.is_autocast_enabled("cpu"),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        len(torch.nn.modules.module._global_forward_hooks),
+        len(torch.nn.modules.module._global_forward_pre_hooks),
+    )
+
+
+class Guards:
+    """The test of one plan. `free` are the paths of floats that may change; `kept` are the tensors that a
+    replay gives other values, so nobody else may hold them.
+    """
+
+    def __init__(self, reach: Reach, kept: Sequence[DistributedTensor], free: frozenset[str]) -> None:
+        self._seen = [one for one in reach.seen if one.path not in free]
+        self._free = [one for one in reach.seen if one.path in free]
+        self._tensors = [tensor for _, tensor in reach.tensors.values()]
+        self._paths = [path for path, _ in reach.tensors.values()]
+        self._handles = [*map(_handle, self._tensors)]
+        self._gradients = [*map(_requires_grad, self._tensors)]
+        self._settings = settings()
+        self._kept = list(kept)
+        self._counts: list[int] = []
+        self.holds: Callable[[], bool] = self._compiled()
+
+    def settle(self) -> None:
+        """Note who holds what a replay changes: from now on nobody else may."""
+        self._counts[:] = map(sys.getrefcount, self._kept)
+
+    def count(self) -> int:
+        """Return how many conditions the test has."""
+        return len(self._seen) + len(self._free) + 2 * len(self._tensors) + len(self._kept)
+
+    def missed(self) -> str:
+        """Say what is not as it was, or return nothing."""
+        for one in (*self._seen, *self._free):
+            try:
+                now = one.now()
+            except (LookupError, AttributeError, ValueError):
+                return f"{one.path} is gone"
+            if one.path in {free.path for free in self._free}:
+                if type(now) is not float:
+                    return f"{one.path} was a float, and is a {type(now).__name__} now"
+            elif one.form == "length" and now != one.value:
+                return f"{one.path} had {one.value} items, and has {now} now"
+            elif not same(one.value, now):
+                shown = isinstance(one.value, PLAIN) and isinstance(now, PLAIN)
+                return (
+                    f"{one.path} was {one.value!r:.60}, and is {now!r:.60} now"
+                    if shown
+                    else (f"{one.path} is another object")
+                )
+        for path, tensor, handle, grad in zip(self._paths, self._tensors, self._handles, self._gradients):
+            if tensor._handle is not handle:
+                return f"{path} has another value: .data was assigned"
+            if tensor.requires_grad != grad:
+                return f"{path}.requires_grad has changed"
+        counts = [*map(sys.getrefcount, self._kept)]
+        for tensor, count, before in zip(self._kept, counts, self._counts):
+            if count != before:
+                path = next(p for p, one in zip(self._paths, self._tensors) if one is tensor)
+                return f"{path} is held elsewhere too, and a replay would change it there"
+        if settings() != self._settings:
+            return "a setting of torch has changed (grad mode, autocast, the default dtype, ...)"
+        return ""
+
+    def _compiled(self) -> Callable[[], bool]:
+        names: dict[str, object] = {
+            "same": same,
+            "settings": settings,
+            "before": self._settings,
+            "tensors": self._tensors,
+            "handles": self._handles,
+            "gradients": self._gradients,
+            "handle": _handle,
+            "grad": _requires_grad,
+            "is_": operator.is_,
+            "count": sys.getrefcount,
+            "kept": self._kept,
+            "counts": self._counts,
+            "LookupError": LookupError,
+        }
+        known: dict[int, str] = {}
+
+        def name(thing: object) -> str:
+            found = known.get(id(thing))
+            if found is None:
+                found = known[id(thing)] = f"x{len(known)}"
+                names[found] = thing
+            return found
+
+        conditions: list[str] = []
+        empty: list[object] = []
+        looped: dict[str, tuple[list[object], list[object]]] = {key: ([], []) for key in _LOOPED}
+        for one in self._seen:
+            if one.form == "length" and one.value == 0:
+                empty.append(one.owner)
+            elif one.form == "attribute" and one.key in looped:
+                owners, values = looped[one.key]
+                owners.append(one.owner)
+                values.append(one.value)
+            else:
+                conditions.append(_condition(one, name))
+        names["empty"], names["any"] = empty, any
+        for key, (owners, values) in looped.items():
+            loop = f"map({name(operator.attrgetter(key))}, {name(owners)})"
+            conditions.append(f"all(map(is_, {loop}, {name(values)}))")
+        conditions += [f"type({_read(one, name)}) is float" for one in self._free]
+        conditions += [
+            "all(map(is_, map(handle, tensors), handles))",
+            "list(map(grad, tensors)) == gradients",
+            "settings() == before",
+            "not any(empty)",
+        ]
+        lines = ["def test():", "    try:"]
+        for k in range(0, len(conditions), _TOGETHER):
+            lines.append(f"        if not ({' and '.join(conditions[k : k + _TOGETHER])}): return False")
+        lines += [
+            "    except (LookupError, AttributeError, ValueError):",
+            "        return False",
+            "    return list(map(count, kept)) == counts",
+        ]
+        exec(compile("\n".join(lines), "<guards>", "exec"), names)
+        # A function that its own globals name would be a cycle, which holds memory on workers.
+        test: Callable[[], bool] = names.pop("test")  # type: ignore[assignment]
+        return test
+
+
+def _read(one: Seen, name: Callable[[object], str]) -> str:
+    owner = name(one.owner)
+    if one.form == "item":
+        plain = type(one.key) in (str, int)
+        return f"{owner}[{one.key!r}]" if plain else f"{owner}[{name(one.key)}]"
+    if one.form == "attribute":
+        return f"{owner}.{one.key}"
+    if one.form == "cell":
+        return f"{owner}.cell_contents"
+    return f"len({owner})" if one.form == "length" else f"{owner}._version"
+
+
+def _condition(one: Seen, name: Callable[[object], str]) -> str:
+    read, value = _read(one, name), one.value
+    if one.form in ("length", "version"):
+        return f"{read} == {value}"
+    if value is None or value is True or value is False:
+        return f"{read} is {value}"
+    if isinstance(value, PLAIN):
+        return f"({read} is {name(value)} or same({read}, {name(value)}))"
+    return f"{read} is {name(value)}"

@@ -1,0 +1,382 @@
+"""`dr.program`: a function is recorded until two recordings agree, and then replayed by one instruction."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import types
+from collections.abc import Callable, Sequence
+from typing import Generic, ParamSpec, TypeVar, overload
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..errors import NotSupportedError, UsageError, drop_frames, without_our_frames
+from ..log.line import line_text, user_line
+from ..log.log import Log
+from ..log.tape import Tape, not_in_a_program, recorded
+from ..session.session import Session, active_session
+from ..tensors.tensor import DistributedTensor
+from ..wire.messages import ARGUMENT, HELD
+from .plan import Found, Plan
+from .reach import PLAIN, Reach
+from .recording import Name, record
+from .run import (
+    Run,
+    Stripped,
+    dressed,
+    handle_of,
+    require_unchanged,
+    returned_from,
+    state_behind,
+    stripped,
+    unsteady,
+)
+from .watch import LocalDraws, watched
+
+P = ParamSpec("P")
+R = TypeVar("R")
+# So many recordings of one kind of call may differ, each from all before it.
+_MOST = 8
+# So many kinds of calls are remembered, and so many plans of each.
+_MOST_KINDS, _MOST_PLANS = 256, 8
+
+
+class Program(Generic[P, R]):
+    """A function that is replayed; see `program`.
+
+    `recordings` and `replays` count calls. `why` says why the last call was not replayed, and is empty if it
+    was.
+    """
+
+    def __init__(self, fn: Callable[P, R], verify: bool) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn, self._verify = fn, verify
+        self._name = getattr(fn, "__name__", type(fn).__name__)
+        self.recordings = self.replays = 0
+        self.why = "it was not called yet"
+        self._plans: dict[object, list[Plan]] = {}
+        self._runs: dict[object, list[Run]] = {}
+        # So many recordings in a row have agreed with none before.
+        self._odd = 0
+
+    def __repr__(self) -> str:
+        return f"<program {self._name!r}, {self.recordings} recordings, {self.replays} replays>"
+
+    def __get__(self, owner: object, kind: type | None = None) -> object:
+        return self if owner is None else types.MethodType(self, owner)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        # A program inside another one is a part of it.
+        if recorded.name:
+            return self._fn(*args, **kwargs)
+        try:
+            return self._call(args, kwargs)
+        except BaseException as error:
+            drop_frames(error)
+            raise
+
+    def _call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> R:
+        leaves, signature = _signature(args, kwargs)
+        why = "no two recordings agree yet"
+        plans = self._plans.get(signature)
+        for plan in tuple(plans or ()):
+            if plans is None or not plan.usable():
+                self._forget(signature)
+                break
+            if plan.fits(leaves):
+                numbers = plan.numbers(leaves)
+                if numbers is None:
+                    why = "numbers follow floats that were equal, and are not any more"
+                    continue
+                if self._due(plan):
+                    return self._record(
+                        signature, args, kwargs, leaves, "it was recorded again to compare", plan
+                    )
+                found = plan.replay(leaves, numbers)
+                self.replays += 1
+                self.why = ""
+                return found  # type: ignore[return-value]
+            why = plan.missed(leaves) or "the arguments are others"
+        return self._record(signature, args, kwargs, leaves, why)
+
+    def _due(self, plan: Plan) -> bool:
+        """Whether a plan is to be compared with a recording: at its replays 1, 2, 4, 8 and so on."""
+        n = plan.replays
+        return (self._verify or plan.follows_floats) and n > 0 and not n & (n - 1) and plan.verified != n
+
+    def _forget(self, signature: object) -> None:
+        self._plans.pop(signature, None)
+        self._runs.pop(signature, None)
+
+    # -- recording -------------------------------------------------------------------------------------------
+
+    def _record(
+        self,
+        signature: object,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        leaves: list[object],
+        why: str,
+        expected: Plan | None = None,
+    ) -> R:
+        runs = self._runs.get(signature)
+        first, lenient = not runs, not runs or not runs[-1].recording.unfit
+        self.recordings += 1
+        self.why = "it was the first call of its kind" if first else why
+        session = active_session()
+        for node in session.nodes:
+            if node.failed is None:
+                session.drain(node)
+        roots: list[tuple[str, object]] = [(self._name, self._fn)]
+        roots += [
+            (f"argument {k}", leaf)
+            for k, leaf in enumerate(leaves)
+            if not isinstance(leaf, (DistributedTensor, *PLAIN))
+        ]
+        before = Reach(roots)
+        floats = before.floats()
+        floats.update({f"argument {k}": leaf for k, leaf in enumerate(leaves) if type(leaf) is float})
+        paths = before.by_ref()
+        arguments = {
+            leaf._handle.ref: k
+            for k, leaf in reversed([*enumerate(leaves)])
+            if isinstance(leaf, DistributedTensor)
+        }
+        names: dict[int, Name] = {ref: (HELD, path) for ref, path in paths.items()}
+        names.update({ref: (ARGUMENT, k) for ref, k in arguments.items()})
+        draws = LocalDraws(before.generators)
+        known = [*(tensor for _, tensor in before.tensors.values()), *_tensors(leaves)]
+        versions = [(tensor, _version(tensor)) for tensor in known]
+        gradients = [
+            (k, leaf, leaf.grad)
+            for k, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad
+        ]
+        tapes: list[tuple[Log, Tape]] = []
+        found: Stripped
+        try:
+            tapes += [(log, log.begin_tape()) for log in session.logs]
+            with watched(self._name, first, lenient):
+                found = stripped(self._fn(*args, **kwargs), names, self._name)  # type: ignore[arg-type]
+                # What only cycles hold is let go of now, at one place of the recording.
+                gc.collect()
+        finally:
+            for log, tape in tapes:
+                log.end_tape(tape)
+        recorded.name, recorded.first = self._name, first
+        try:
+            if not first:
+                draws.require_unused(self._name)
+            self._require_plain(session, tapes, args, kwargs, leaves, gradients)
+            recording = record(tapes, names, first)
+            after = Reach(roots)
+            if not first:
+                require_unchanged(before, after)
+            refs = {handle.ref for leaf in found.leaves if (handle := handle_of(leaf)) is not None}
+            state = state_behind(recording, after, paths, arguments, refs, self._refusal, first)
+        finally:
+            recorded.name, recorded.first = "", False
+        run = Run(
+            recording,
+            state,
+            {path: tensor._handle.spec for path, tensor in after.paths.items()},
+            returned_from(found, recording, arguments, paths),
+            found.tree,
+            floats,
+        )
+        kept = {after.paths[path]._handle.ref for path in state}
+        handles = [handle_of(leaf) for leaf in found.leaves]
+        given = dressed(found, kept, self._name)
+        same = self._same(signature, run)
+        if expected is not None and same is not expected.run and (odd := expected.run.difference(run)):
+            self._forget(signature)
+            raise UsageError(
+                f"the program {self._name!r} does something else than its replays did: {odd}\n"
+                f"  compared at {line_text(user_line())}\n"
+                "  something that it reads has changed where nobody can see it (a file, another module): "
+                "pass that as an argument. What the last replays have computed may be wrong"
+            )
+        odd = unsteady(before, after)
+        if odd and same is not None:
+            self.why = f"it left {odd} in another state than it found it in"
+        elif same is not None and recording.log is not None:
+            changed = [tensor for tensor, version in versions if _version(tensor) != version]
+            plan = Plan(
+                run,
+                same,
+                Found(
+                    self._name,
+                    leaves,
+                    after,
+                    handles,
+                    given,
+                    [t for t in changed if id(t) in after.tensors],
+                    [k for k, leaf in enumerate(leaves) if any(leaf is t for t in changed)],
+                    [k for ref, k in arguments.items() if ref in paths],
+                    {f"argument {k}": k for k, leaf in enumerate(leaves) if type(leaf) is float},
+                ),
+            )
+            if expected is not None:
+                plan.replays = plan.verified = expected.replays
+            self._keep(signature, plan, expected)
+            # Whoever holds a tensor from here on is not of this call.
+            del before, after, known, versions, gradients, changed, found, handles
+            plan.guards.settle()
+            self.why = "it was recorded, and agrees with one before: the next call is replayed"
+        return tree_unflatten(given, run.tree)  # type: ignore[no-any-return]
+
+    def _same(self, signature: object, run: Run) -> Run | None:
+        """Return an earlier run that has done the same; raise if too many have not."""
+        runs = self._runs.setdefault(signature, [])
+        if len(self._runs) > _MOST_KINDS:
+            self._forget(next(iter(self._runs)))
+        fit = [one for one in runs if not one.recording.unfit]
+        same = next((one for one in reversed(fit) if not one.difference(run)), None)
+        if run.recording.unfit:
+            same = None
+        elif same is not None:
+            self._odd = 0
+            # The last one's floats say most.
+            fit = [one for one in fit if one is not same]
+        elif fit:
+            self._odd += 1
+            self.why = f"it differs from the recording before: {fit[-1].difference(run)}"
+            if self._odd >= _MOST:
+                self._forget(signature)
+                raise NotSupportedError(
+                    f"{_MOST} recordings of the program {self._name!r} in a row differ, so it cannot be "
+                    f"replayed: {self.why}"
+                )
+        runs[:] = [*fit[-_MOST:], run]
+        return same
+
+    def _keep(self, signature: object, plan: Plan, instead: Plan | None) -> None:
+        """Let a plan be the first that is tried. A plan that did the same is never tried again."""
+        plans = self._plans.setdefault(signature, [])
+        rest = [one for one in plans if one is not instead and one.run.difference(plan.run)]
+        plans[:] = [plan, *rest[: _MOST_PLANS - 1]]
+
+    def _require_plain(
+        self,
+        session: Session,
+        tapes: Sequence[object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        leaves: list[object],
+        gradients: Sequence[tuple[int, torch.Tensor, torch.Tensor | None]],
+    ) -> None:
+        if len(session.logs) != len(tapes):
+            raise not_in_a_program("make a mesh", "make it before")
+        now, _ = tree_flatten((args, kwargs))
+        if len(now) != len(leaves) or any(a is not b for a, b in zip(now, leaves)):
+            raise not_in_a_program("change the lists and dictionaries of its arguments", "return new ones")
+        for k, leaf, gradient in gradients:
+            if leaf.grad is not gradient:
+                raise not_in_a_program(
+                    f"leave a gradient in argument {k}, as a replay's argument is another tensor",
+                    "return torch.autograd.grad(loss, x), or let the function name the parameter itself",
+                )
+
+    def _refusal(self, what: str, where: str, remedy: str) -> NotSupportedError:
+        made = f"\n  made at {where}" if where else ""
+        return NotSupportedError(
+            f"a program cannot {what}{made}\n  in the program {self._name!r}\n  {remedy}"
+        )
+
+
+def _signature(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[object], object]:
+    """Return the leaves of a call's arguments, and what tells this kind of call from others."""
+    flat = not kwargs
+    key: list[object] = []
+    refs: list[int] = []
+    leaves = list(args)
+    if not flat or any(not isinstance(leaf, (DistributedTensor, *PLAIN)) for leaf in leaves):
+        leaves, tree = tree_flatten((args, kwargs))
+        key.append(tree)
+    for leaf in leaves:
+        if type(leaf) is DistributedTensor:
+            handle = leaf._handle
+            key += (handle.spec, handle.place, leaf.requires_grad)
+            # Two arguments that are one tensor are one name in a recording.
+            if handle.ref in refs:
+                key.append(refs.index(handle.ref))
+            refs.append(handle.ref)
+        elif type(leaf) is float:
+            key.append(float)
+        elif isinstance(leaf, PLAIN):
+            key += (type(leaf), leaf)
+        elif isinstance(leaf, torch.Tensor):
+            remedy = (
+                'send it first, x.to("remote")' if type(leaf) is torch.Tensor else "pass its plain tensors"
+            )
+            raise UsageError(
+                "a program's tensors are remote, and an argument is a "
+                f"{type(leaf).__name__} on {leaf.device}\n"
+                f"  called at {line_text(user_line())}\n  {remedy}"
+            )
+        else:
+            key.append(_Is(leaf))
+    return leaves, tuple(key)
+
+
+class _Is:
+    """An object as a part of a key: it is equal to itself only."""
+
+    def __init__(self, thing: object) -> None:
+        self._thing = thing
+
+    def __hash__(self) -> int:
+        return id(self._thing)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Is) and other._thing is self._thing
+
+
+def _tensors(leaves: Sequence[object]) -> list[DistributedTensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, DistributedTensor)]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+@overload
+def program(fn: Callable[P, R], *, compile: None = None, verify: bool = False) -> Program[P, R]: ...
+
+
+@overload
+def program(
+    fn: None = None, *, compile: None = None, verify: bool = False
+) -> Callable[[Callable[P, R]], Program[P, R]]: ...
+
+
+@without_our_frames
+def program(
+    fn: Callable[P, R] | None = None, *, compile: object = None, verify: bool = False
+) -> Program[P, R] | Callable[[Callable[P, R]], Program[P, R]]:
+    """Make a program of a function: its first calls are recorded, later ones travel as one instruction each.
+
+    What a replay issues is what was recorded, without the function's Python. If something that the function
+    can reach has changed since, the call is recorded again. What it returns has no autograd graph.
+
+    Args:
+        fn: the function, of remote tensors and plain values. Without it, a decorator is returned.
+        compile: must be None. Compiled programs are not there yet.
+        verify: record again at calls 2, 4, 8 and so on, and compare.
+
+    Returns at once. A call that is recorded waits for the workers first.
+
+    Raises:
+        NotSupportedError: from a call: the function does what no replay can do. The text names the line.
+    """
+    if compile is not None:
+        raise NotSupportedError(
+            f"dr.program(compile={compile!r}): compiled programs are not there yet. Leave it out: a replay "
+            "runs as straight-line code on the worker"
+        )
+    if fn is None:
+        return lambda function: Program(function, verify)
+    if not callable(fn):
+        raise UsageError(f"dr.program takes a function, got {type(fn).__name__}")
+    return Program(fn, verify)

@@ -1,0 +1,299 @@
+"""What a function can reach: its closure and globals, `self`, modules, optimizers, dictionaries and lists.
+
+A walk finds the remote tensors there, each by a path, and the plain values that decide what the function
+does. Nobody can see what a call of another package returns (the time, a file), or what lies in C.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import logging
+import random
+import threading
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..log.line import of_a_library
+from ..tensors.tensor import DistributedTensor
+
+PLAIN = (
+    *(int, float, bool, str, bytes, complex, type(None)),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+)
+# So many things are looked at. A list with more plain values than the second counts by its length.
+_MOST, _MOST_PLAIN = 100_000, 10_000
+# Nothing in these decides what a function computes, or is ours.
+_SKIPPED = (types.ModuleType, logging.Logger, threading.Thread, torch.Generator, np.random.Generator)
+_SKIPPED_MODULES = ("threading", "_thread", "io", "_io", "asyncio", "weakref", "ctypes", "distruntime")
+
+# What torch keeps in these, and does not read while it computes.
+_BOOKKEEPING = (torch.nn.Module, torch.optim.Optimizer)
+_HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+_UNREAD = ("_non_persistent_buffers_set", "_is_full_backward_hook", "_is_hf_initialized", "defaults")
+
+
+@dataclass(slots=True)
+class Seen:
+    """Something that was found: where, and what it was then.
+
+    `form` says how it is read again: "item", "attribute", "cell", "length", "version".
+    """
+
+    path: str
+    form: str
+    owner: object
+    key: object
+    value: object
+
+    def now(self) -> object:
+        """Return what it is now; raise `LookupError`, `AttributeError` or `ValueError` if it is gone."""
+        if self.form == "item":
+            return self.owner[self.key]  # type: ignore[index]
+        if self.form == "attribute":
+            return getattr(self.owner, str(self.key))
+        if self.form == "cell":
+            return self.owner.cell_contents  # type: ignore[attr-defined]
+        if self.form == "length":
+            return len(self.owner)  # type: ignore[arg-type]
+        return self.owner._version  # type: ignore[attr-defined]
+
+
+def same(one: object, other: object) -> bool:
+    """Whether two plain values are the same: 1, 1.0 and True are not, and NaN is itself."""
+    if one is other:
+        return True
+    return type(one) is type(other) and isinstance(one, PLAIN) and bool(one == other or one != one != other)
+
+
+class Reach:
+    """What can be reached from `roots`, each with its name, at this moment."""
+
+    def __init__(self, roots: list[tuple[str, object]]) -> None:
+        # These are plain values, objects (by identity), lengths, and the versions of local tensors.
+        self.seen: list[Seen] = []
+        # These remote tensors were found, by id, each at its first path.
+        self.tensors: dict[int, tuple[str, DistributedTensor]] = {}
+        # This has each path of a remote tensor.
+        self.paths: dict[str, DistributedTensor] = {}
+        # These generators of random numbers were found.
+        self.generators: list[tuple[str, Callable[[], object]]] = []
+        self._ids: dict[int, object] = {}
+        self._names: dict[str, int] = {}
+        self._todo: deque[tuple[str, object]] = deque()
+        for path, root in roots:
+            if isinstance(root, DistributedTensor):
+                self._tensor(path, root)
+            else:
+                self._todo.append((path, root))
+        while self._todo and len(self._ids) < _MOST:
+            self._walk(*self._todo.popleft())
+
+    def floats(self) -> dict[str, float]:
+        """Return the floats that were found, by path."""
+        return {one.path: one.value for one in self.seen if type(one.value) is float}
+
+    def by_ref(self) -> dict[int, str]:
+        """Return the path of each remote tensor by its ref."""
+        found: dict[int, str] = {}
+        for path, tensor in self.tensors.values():
+            found.setdefault(tensor._handle.ref, path)
+        return found
+
+    def _named(self, path: str) -> str:
+        """Return the path, with a number behind it if another thing has it already."""
+        count = self._names[path] = self._names.get(path, 0) + 1
+        return path if count == 1 else f"{path} #{count}"
+
+    # -- the walk --------------------------------------------------------------------------------------------
+
+    def _note(self, path: str, form: str, owner: object, key: object, value: object) -> None:
+        """Note a part of something, and what is in it."""
+        path = self._named(path)
+        if isinstance(value, DistributedTensor):
+            self.seen.append(Seen(path, form, owner, key, value))
+            self._tensor(path, value)
+        elif isinstance(value, PLAIN):
+            self.seen.append(Seen(path, form, owner, key, value))
+        elif not isinstance(value, _SKIPPED[:3]):
+            self.seen.append(Seen(path, form, owner, key, value))
+            self._todo.append((path, value))
+
+    def _tensor(self, path: str, tensor: DistributedTensor) -> None:
+        self.paths[path] = tensor
+        if id(tensor) in self.tensors:
+            return
+        self.tensors[id(tensor)] = path, tensor
+        if tensor.is_leaf:
+            # The attribute itself may be None now, and a tensor later.
+            grad = tensor.grad
+            self.seen.append(Seen(f"{path}.grad", "attribute", tensor, "grad", grad))
+            if isinstance(grad, DistributedTensor):
+                self._tensor(f"{path}.grad", grad)
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks = getattr(tensor, name, None)
+            self._note(f"{path}.{name}", "attribute", tensor, name, hooks)
+
+    def _walk(self, path: str, thing: object) -> None:
+        if id(thing) in self._ids:
+            return
+        self._ids[id(thing)] = thing
+        if isinstance(thing, torch.Tensor):
+            # It is a local one.
+            self.seen.append(Seen(path, "version", thing, None, thing._version))
+        elif isinstance(thing, types.FunctionType):
+            self._function(path, thing)
+        elif isinstance(thing, types.MethodType):
+            self._todo.append((f"{path}.__self__", thing.__self__))
+            self._function(path, thing.__func__)  # type: ignore[arg-type]
+        elif isinstance(thing, functools.partial):
+            self._todo += [(path, thing.func), (f"{path}.args", thing.args)]
+            self._todo.append((f"{path}.keywords", thing.keywords))
+        elif isinstance(thing, dict):
+            self._dict(path, thing)
+        elif isinstance(thing, (list, tuple, deque)):
+            self._list(path, thing)
+        elif isinstance(thing, (set, frozenset)):
+            self.seen.append(Seen(path, "length", thing, None, len(thing)))
+        elif isinstance(thing, random.Random):
+            self.generators.append((path, thing.getstate))
+        elif isinstance(thing, np.random.Generator):
+            self.generators.append((path, lambda: str(thing.bit_generator.state)))
+        elif isinstance(thing, torch.Generator):
+            if type(thing) is torch._C.Generator:
+                self.generators.append((path, lambda: bytes(thing.get_state().numpy())))
+        elif isinstance(thing, type):
+            self._class(path, thing)
+        else:
+            self._object(path, thing)
+
+    def _dict(self, path: str, items: dict[object, object]) -> None:
+        self.seen.append(Seen(path, "length", items, None, len(items)))
+        for key, value in list(items.items()):
+            self._note(f"{path}[{_key_text(key)}]", "item", items, key, value)
+
+    def _list(self, path: str, items: list[object] | tuple[object, ...] | deque[object]) -> None:
+        if not isinstance(items, tuple):
+            self.seen.append(Seen(path, "length", items, None, len(items)))
+        if len(items) > _MOST_PLAIN and all(isinstance(item, PLAIN) for item in items):
+            return
+        for k, item in enumerate(list(items)):
+            self._note(f"{path}[{k}]", "item", items, k, item)
+
+    def _object(self, path: str, thing: object) -> None:
+        kind = type(thing)
+        if isinstance(thing, _SKIPPED) or kind.__module__.split(".")[0] in _SKIPPED_MODULES:
+            own = getattr(thing, "__wrapped__", None) if kind.__module__ == _OWN else None
+            if own is not None:
+                self._todo.append((path, own))
+            return
+        found = getattr(thing, "__dict__", None)
+        if isinstance(found, dict):
+            if not isinstance(thing, torch.nn.Module):
+                self.seen.append(Seen(path, "length", found, None, len(found)))
+            for name, value in list(found.items()):
+                if isinstance(thing, _BOOKKEEPING) and (name in _UNREAD or "state_dict" in name):
+                    continue
+                if isinstance(thing, _BOOKKEEPING) and name.endswith(_HOOKS):
+                    # It is always the same dictionary, so its items are enough.
+                    self._todo.append((f"{path}.{name}", value))
+                    continue
+                inner = path if name in ("_parameters", "_buffers", "_modules") else f"{path}.{name}"
+                if inner is path and isinstance(value, dict):
+                    self._ids[id(value)] = value
+                    for key, part in list(value.items()):
+                        self._note(f"{path}.{key}", "item", value, key, part)
+                else:
+                    self._note(inner, "item", found, name, value)
+        for cls in kind.__mro__[:-1]:
+            for name in getattr(cls, "__slots__", ()):
+                if isinstance(name, str) and name != "__dict__" and hasattr(thing, name):
+                    self._note(f"{path}.{name}", "attribute", thing, name, getattr(thing, name))
+        self._todo.append((kind.__name__, kind))
+
+    def _class(self, path: str, cls: type) -> None:
+        """Look at what a class of the user's says, and at what its functions read."""
+        for base in cls.__mro__[:-1]:
+            functions = [f for f in vars(base).values() if isinstance(f, types.FunctionType)]
+            if not functions or of_a_library(functions[0].__code__):
+                continue
+            for name, value in list(vars(base).items()):
+                if isinstance(value, (staticmethod, classmethod)):
+                    value = value.__func__
+                if name.startswith("__") and not isinstance(value, types.FunctionType):
+                    continue
+                if isinstance(value, property):
+                    self._todo += [(f"{path}.{name}", one) for one in (value.fget,) if one is not None]
+                elif isinstance(value, types.FunctionType):
+                    self._todo.append((f"{path}.{name}", value))
+                else:
+                    self._note(f"{path}.{name}", "attribute", base, name, getattr(base, name, value))
+
+    def _function(self, path: str, function: types.FunctionType) -> None:
+        code = function.__code__
+        for name, cell in zip(code.co_freevars, function.__closure__ or ()):
+            try:
+                value = cell.cell_contents
+            # The name has no value yet.
+            except ValueError:
+                continue
+            self._note(name, "cell", cell, None, value)
+        self._todo += [(f"{path}.__defaults__", function.__defaults__ or ())]
+        self._todo += [(f"{path}.__kwdefaults__", function.__kwdefaults__ or {})]
+        wrapped = function.__dict__.get("__wrapped__")
+        if wrapped is not None:
+            self._todo.append((path, wrapped))
+        if of_a_library(code):
+            return
+        space = function.__globals__
+        for name, attributes in _globals_read(code):
+            if name not in space:
+                continue
+            value = space[name]
+            if isinstance(value, types.ModuleType):
+                self._module(name, value, attributes)
+            else:
+                self._note(name, "item", space, name, value)
+
+    def _module(self, path: str, module: types.ModuleType, attributes: tuple[str, ...]) -> None:
+        """Look at what a function may read of a module of the user's."""
+        space = vars(module)
+        loaded = compile("", str(getattr(module, "__file__", None) or "<frozen >"), "exec")
+        if of_a_library(loaded):
+            return
+        for name in attributes:
+            if name in space and not isinstance(space[name], types.ModuleType):
+                self._note(f"{path}.{name}", "item", space, name, space[name])
+
+
+_OWN = __name__.rpartition(".")[0] + ".program"
+
+
+@functools.lru_cache(maxsize=4096)
+def _globals_read(code: types.CodeType) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return the global names that a function and those inside it read, with the attributes they may read."""
+    codes = [*_codes(code)]
+    attributes = tuple(dict.fromkeys(name for one in codes for name in one.co_names))
+    names = {
+        str(step.argval): None
+        for one in codes
+        for step in dis.get_instructions(one)
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    }
+    return tuple((name, attributes) for name in names)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _key_text(key: object) -> str:
+    return repr(key) if isinstance(key, (str, int)) else f"a {type(key).__name__}"

@@ -1,0 +1,244 @@
+"""One call of a program's function, as it was recorded: what it did, what it left behind and returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from ..errors import NotSupportedError
+from ..log.handle import Handle
+from ..log.spec import Spec
+from ..log.tape import not_in_a_program
+from ..operators.proxies import wrap
+from ..tensors.tensor import DistributedTensor
+from ..wire.messages import ARGUMENT, HELD, MADE
+from .changing import explained
+from .graphs import given
+from .reach import PLAIN, Reach, Seen, same
+from .recording import Name, Recording, difference
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A leaf of what a function returned: a value with its name, or a plain one."""
+
+    name: Name | None
+    spec: Spec | None
+    wants_grad: bool
+    plain: object
+
+
+@dataclass
+class Run:
+    """One recorded call. It holds no tensor."""
+
+    recording: Recording
+    # What stands at each path behind it, where that is not what stood there before.
+    state: dict[str, Name]
+    specs: dict[str, Spec]
+    returned: list[Returned]
+    tree: TreeSpec
+    floats: dict[str, float] = field(default_factory=dict)
+
+    def difference(self, other: Run) -> str:
+        """Say how another call did something else, or return nothing."""
+        found = difference(self.recording, other.recording)
+        if found:
+            return found
+        numbers = self.recording.floats, other.recording.floats
+        _, odd = explained(*numbers, self.floats, other.floats)
+        if odd >= 0:
+            line = other.recording.line_of_float(odd)
+            return (
+                f"a number changes from {numbers[0][odd]!r} to {numbers[1][odd]!r}, and follows no float "
+                f"that was found\n  issued at {line}\n  pass it as a tensor; torch.optim.AdamW and its like "
+                "need fused=True or capturable=True"
+            )
+        if self.state != other.state:
+            paths = [p for p in {**self.state, **other.state} if self.state.get(p) != other.state.get(p)]
+            return f"it leaves another value at {paths[0]}"
+        if self.tree != other.tree or not all(map(_alike, self.returned, other.returned)):
+            return "it returns something else: plain values must be the same at each call"
+        odd_specs = [p for p, spec in self.specs.items() if other.specs.get(p, spec) is not spec]
+        return f"the shape or the layout of {odd_specs[0]} changes" if odd_specs else ""
+
+
+def _alike(one: Returned, other: Returned) -> bool:
+    named = (one.name, one.spec, one.wants_grad) == (other.name, other.spec, other.wants_grad)
+    return named and same(one.plain, other.plain)
+
+
+@dataclass
+class Stripped:
+    """What a function returned, without graphs: its leaves, and which of them had a graph."""
+
+    leaves: list[object]
+    tree: TreeSpec
+    graphs: list[bool]
+
+
+def stripped(result: object, known: Collection[int], name: str) -> Stripped:
+    """Return what a function returned, its new tensors without the graphs that made them.
+
+    `known` are the refs of what was there before: that is returned as it is.
+    """
+    flat, tree = tree_flatten(result)
+    leaves: list[object] = []
+    graphs: list[bool] = []
+    for leaf in flat:
+        graph = False
+        if type(leaf) is DistributedTensor:
+            if leaf._handle.ref not in known:
+                graph = leaf.requires_grad
+                leaf = _Bare(leaf._handle)
+        elif not isinstance(leaf, PLAIN):
+            what = (
+                "a local tensor" if isinstance(leaf, torch.Tensor) else f"an object of {type(leaf).__name__}"
+            )
+            raise NotSupportedError(
+                f"the program {name!r} returns {what}: a replay could not make it anew\n"
+                "  return remote tensors and plain values, in lists, tuples and dictionaries"
+            )
+        leaves.append(leaf)
+        graphs.append(graph)
+    return Stripped(leaves, tree, graphs)
+
+
+@dataclass
+class _Bare:
+    """A tensor that was returned, until its graph is gone."""
+
+    handle: Handle
+
+
+def dressed(found: Stripped, kept: Collection[int], name: str) -> list[object]:
+    """Return the leaves as the caller gets them, in place of what `stripped` has put there.
+
+    What stays in an object too (`kept`) is renewed there by each replay, so the caller gets another name of
+    the value.
+    """
+    leaves: list[object] = []
+    for leaf, graph in zip(found.leaves, found.graphs):
+        if isinstance(leaf, _Bare):
+            handle = leaf.handle
+            if handle.ref in kept:
+                plain: DistributedTensor = wrap(DistributedTensor, handle)
+                handle = plain.data._handle  # type: ignore[attr-defined]
+            leaf = given(handle, name, graph)
+        leaves.append(leaf)
+    return leaves
+
+
+def handle_of(leaf: object) -> Handle | None:
+    """Return the handle of a returned tensor."""
+    if isinstance(leaf, _Bare):
+        return leaf.handle
+    return leaf._handle if isinstance(leaf, DistributedTensor) else None
+
+
+def returned_from(
+    found: Stripped, recording: Recording, arguments: dict[int, int], paths: dict[int, str]
+) -> list[Returned]:
+    """Return the names of what a function returned. The refs of arguments and of what was found are given."""
+    described = []
+    for leaf, graph in zip(found.leaves, found.graphs):
+        handle = handle_of(leaf)
+        if handle is None:
+            described.append(Returned(None, None, False, leaf))
+            continue
+        name: Name
+        if handle.ref in recording.made:
+            name = MADE, recording.made[handle.ref]
+        elif handle.ref in arguments:
+            name = ARGUMENT, arguments[handle.ref]
+        else:
+            name = HELD, paths.get(handle.ref, "?")
+        described.append(Returned(name, handle.spec, graph, None))
+    return described
+
+
+def require_unchanged(before: Reach, after: Reach) -> None:
+    """Raise `NotSupportedError` if a function has changed what no replay would change."""
+    known = {(one.path, one.form): one for one in before.seen}
+    for one in after.seen:
+        old = known.get((one.path, one.form))
+        if old is None or not _plain(old) or not _plain(one) or same(old.value, one.value):
+            continue
+        if one.form == "version":
+            raise not_in_a_program(
+                f"change the local tensor {one.path}, as a replay would not",
+                "keep it on the worker; torch.optim.AdamW and its like count their steps there with "
+                "fused=True or capturable=True",
+            )
+        what = "the number of items of " if one.form == "length" else ""
+        raise not_in_a_program(
+            f"change {what}{one.path} ({old.value!r:.40}, then {one.value!r:.40}), as a replay would not",
+            "do it outside, or keep it in a remote tensor",
+        )
+
+
+def unsteady(before: Reach, after: Reach) -> str:
+    """Say what a run has not left of the kind that it found, or return nothing.
+
+    Only a run that ends as it began is what the next call would do.
+    """
+    known = {(one.path, one.form): one.value for one in before.seen}
+    for one in after.seen:
+        old = known.pop((one.path, one.form), None)
+        tensors = isinstance(old, DistributedTensor), isinstance(one.value, DistributedTensor)
+        if tensors[0] != tensors[1] or (_plain(one) and not same(old, one.value)):
+            return one.path
+    if known:
+        return next(iter(known))[0]
+    for path, tensor in after.paths.items():
+        old_one = before.paths.get(path)
+        if old_one is None or old_one._handle.spec is not tensor._handle.spec:
+            return path
+    return "" if before.paths.keys() == after.paths.keys() else "a tensor that is gone"
+
+
+def _plain(one: Seen) -> bool:
+    return one.form in ("length", "version") or isinstance(one.value, PLAIN)
+
+
+def state_behind(
+    recording: Recording,
+    after: Reach,
+    before: dict[int, str],
+    arguments: dict[int, int],
+    returned: set[int],
+    refuse: Callable[[str, str, str], NotSupportedError],
+    first: bool,
+) -> dict[str, Name]:
+    """Return what a run has left at the paths behind it.
+
+    Raise for what a program cannot leave: a graph, an argument itself, what cannot be found.
+    """
+    state: dict[str, Name] = {}
+    reached: set[int] = set()
+    for path, tensor in after.paths.items():
+        ref = tensor._handle.ref
+        reached.add(ref)
+        if ref in recording.made:
+            if tensor.grad_fn is not None:
+                raise refuse(
+                    f"leave a tensor with its graph at {path}", recording.where(ref), "keep x.detach() there"
+                )
+            state[path] = MADE, recording.made[ref]
+        elif ref in before:
+            if before[ref] != path and path not in state:
+                state[path] = HELD, before[ref]
+        elif not first:
+            what = "an argument itself" if ref in arguments else "what another thread has made"
+            raise refuse(f"leave {what} at {path}", "", "keep a copy there, x.clone()")
+    for ref in recording.made:
+        if not first and ref not in reached and ref not in recording.freed and ref not in returned:
+            raise refuse(
+                "leave a tensor where it cannot be found from the function: a replay could not renew it",
+                recording.where(ref),
+                "return it, or keep it in an object, a list or a dictionary that the function names",
+            )
+    return state

@@ -1,0 +1,436 @@
+"""Where a replay and eager could part: each is equal to eager, or refused with the line and a remedy."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import distruntime as dr
+from agree import REMOTE
+
+scale = 2.0
+counted = [0]
+
+
+@pytest.fixture
+def x(session: object) -> torch.Tensor:
+    return torch.ones(3, device=REMOTE)
+
+
+def _calls(program: Any, *args: Any, times: int = 4) -> list[Any]:
+    return [program(*args).tolist() for _ in range(times)]
+
+
+# -- equal to eager ------------------------------------------------------------------------------------------
+
+
+def test_a_learning_rate_that_changes_now_and_then(session: object) -> None:
+    w = torch.nn.Parameter(torch.ones(3, device=REMOTE))
+    mine = torch.nn.Parameter(torch.ones(3))
+    there, here = torch.optim.SGD([w], lr=0.5), torch.optim.SGD([mine], lr=0.5)
+
+    def step(p: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        (p * p).sum().backward()
+        optimizer.step()
+
+    program = dr.program(lambda: step(w, there))
+    for k in range(14):
+        if k in (5, 9):
+            for optimizer in (there, here):
+                optimizer.param_groups[0]["lr"] *= 0.5
+        program()
+        step(mine, here)
+        assert torch.equal(w.detach().cpu(), mine.detach())
+    assert program.replays >= 7
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_a_learning_rate_that_changes_at_each_call_is_an_operand(session: object, decay: float) -> None:
+    w = torch.nn.Parameter(torch.ones(3, device=REMOTE))
+    mine = torch.nn.Parameter(torch.ones(3))
+    options: dict[str, Any] = {"lr": 0.5, "foreach": False, "weight_decay": decay, "momentum": 0.5}
+    there, here = torch.optim.SGD([w], **options), torch.optim.SGD([mine], **options)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (there, here)]
+
+    def step(p: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        (p * p).sum().backward()
+        optimizer.step()
+
+    program = dr.program(lambda: step(w, there))
+    for _ in range(12):
+        program()
+        step(mine, here)
+        for schedule in schedules:
+            schedule.step()
+        assert torch.equal(w.detach().cpu(), mine.detach())
+    # It is compared with a recording at its replays 1, 2, 4 and so on.
+    assert program.replays >= 4
+
+
+def test_a_float_argument_that_changes_is_an_operand(x: torch.Tensor) -> None:
+    program = dr.program(lambda x, a: x * a)
+    found = [program(x, 0.5 * k)[0].item() for k in range(9)]
+    assert found == [0.5 * k for k in range(9)] and program.replays >= 3
+
+
+def test_two_floats_that_were_equal_are_told_apart(x: torch.Tensor) -> None:
+    box = SimpleNamespace(a=1.0, b=1.0)
+    program = dr.program(lambda x: x * box.a + box.b * x)
+    found, expected = [], []
+    for k in range(10):
+        box.a, box.b = float(k), float(k if k < 6 else 2 * k)
+        found.append(program(x)[0].item())
+        expected.append(box.a + box.b)
+    assert found == expected
+
+
+def test_a_global_that_is_rebound(x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = dr.program(lambda x: x * scale)
+    assert _calls(program, x) == [[2.0] * 3] * 4
+    monkeypatch.setitem(globals(), "scale", 3.0)
+    assert _calls(program, x) == [[3.0] * 3] * 4
+
+
+def test_a_class_attribute_that_is_rebound(x: torch.Tensor) -> None:
+    class Model(torch.nn.Module):
+        factor = 2
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.factor
+
+    model = Model()
+    program = dr.program(lambda x: model(x))
+    assert _calls(program, x) == [[2.0] * 3] * 4
+    Model.factor = 5
+    assert _calls(program, x) == [[5.0] * 3] * 4
+
+
+def test_a_parameter_that_is_rebound_and_one_whose_data_is(x: torch.Tensor) -> None:
+    model = torch.nn.Linear(3, 1, bias=False).to(REMOTE)
+    program = dr.program(lambda x: model(x).detach())
+    _calls(program, x)
+    model.weight = torch.nn.Parameter(torch.full((1, 3), 2.0, device=REMOTE))
+    assert _calls(program, x) == [[6.0]] * 4
+    model.weight.data = torch.full((1, 3), 3.0, device=REMOTE)
+    assert _calls(program, x) == [[9.0]] * 4
+
+
+def test_a_parameter_that_is_frozen(x: torch.Tensor) -> None:
+    model = torch.nn.Linear(3, 2).to(REMOTE)
+
+    def gradients(x: torch.Tensor) -> list[torch.Tensor | None]:
+        model.zero_grad()
+        model(x).sum().backward()
+        return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+    program = dr.program(gradients)
+    for _ in range(4):
+        program(x)
+    model.weight.requires_grad_(False)
+    model.weight.grad = None
+    for _ in range(4):
+        weight, bias = program(x)
+        assert weight is None and bias.tolist() == [1.0, 1.0]
+
+
+def test_a_gradient_that_is_kept_stays_as_it_was(x: torch.Tensor) -> None:
+    w = torch.nn.Parameter(torch.ones(3, device=REMOTE))
+
+    def step(x: torch.Tensor) -> None:
+        w.grad = None
+        (w * x).sum().backward()
+
+    program = dr.program(step)
+    kept = []
+    for k in range(8):
+        program(x * k)
+        if k % 2:
+            kept.append((k, w.grad))
+    assert [(k, g.tolist()) for k, g in kept if g is not None] == [(k, [float(k)] * 3) for k in (1, 3, 5, 7)]
+    assert "held elsewhere" in program.why or program.replays
+
+
+def test_a_gradient_that_is_none_and_one_that_gathers(x: torch.Tensor) -> None:
+    w = torch.nn.Parameter(torch.ones(3, device=REMOTE))
+    program = dr.program(lambda x: (w * x).sum().backward())
+    total = 0
+    for k in range(12):
+        if k in (5, 8):
+            w.grad, total = None, 0
+        program(x)
+        total += 1
+        assert w.grad is not None and w.grad.tolist() == [float(total)] * 3
+
+
+def test_hooks_that_come_later_run(x: torch.Tensor) -> None:
+    model = torch.nn.Linear(3, 3).to(REMOTE)
+    program = dr.program(lambda x: model(x).detach())
+    for _ in range(4):
+        program(x)
+    model.register_forward_hook(lambda module, args, out: out * 0)
+    assert _calls(program, x) == [[0.0] * 3] * 4
+    w = torch.nn.Parameter(torch.ones(3, device=REMOTE))
+
+    def step(x: torch.Tensor) -> None:
+        w.grad = None
+        (w * x).sum().backward()
+
+    program = dr.program(step)
+    for _ in range(4):
+        program(x)
+    w.register_hook(lambda g: g * 10)
+    for _ in range(4):
+        program(x)
+        assert w.grad is not None and w.grad.tolist() == [10.0] * 3
+
+
+def test_other_shapes_dtypes_and_aliases_are_other_kinds_of_calls(x: torch.Tensor) -> None:
+    program = dr.program(lambda a, b: a.add_(1) + b)
+    for _ in range(3):
+        one = torch.zeros(3, device=REMOTE)
+        assert program(one, one).tolist() == [2.0] * 3
+        assert program(torch.zeros(3, device=REMOTE), torch.zeros(3, device=REMOTE)).tolist() == [1.0] * 3
+        assert program(torch.zeros(2, device=REMOTE), torch.zeros(2, device=REMOTE)).tolist() == [1.0] * 2
+        two = torch.zeros(2, dtype=torch.int64, device=REMOTE)
+        assert program(two, two.clone()).tolist() == [1, 1]
+
+
+def test_grad_mode_autocast_and_the_default_dtype_are_seen(x: torch.Tensor) -> None:
+    program = dr.program(lambda x: torch.ones(3, device=REMOTE) + x @ x)
+    for _ in range(3):
+        assert program(x).dtype == torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert program(x).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.autocast("remote", dtype=torch.bfloat16):
+        product = dr.program(lambda x: torch.outer(x, x) @ torch.outer(x, x))
+        assert {product(x).dtype for _ in range(4)} == {torch.bfloat16}
+    assert {product(x).dtype for _ in range(4)} == {torch.float32}
+
+
+def test_a_tensor_that_is_also_an_argument(x: torch.Tensor) -> None:
+    w = torch.ones(3, device=REMOTE)
+    program = dr.program(lambda a: a + w)
+    assert _calls(program, w) == [[2.0] * 3] * 4
+    other = torch.full((3,), 5.0, device=REMOTE)
+    assert _calls(program, other) == [[6.0] * 3] * 4
+    assert _calls(program, w) == [[2.0] * 3] * 4
+
+
+def test_another_thread_issues_meanwhile_and_is_kept_out(x: torch.Tensor) -> None:
+    turn, done = threading.Event(), threading.Event()
+    y = torch.zeros(3, device=REMOTE)
+
+    def beside() -> None:
+        while not done.is_set():
+            if turn.wait(0.01):
+                y.add_(1)
+                turn.clear()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        a = x * 2
+        turn.set()
+        while turn.is_set():
+            pass
+        return a + 1
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    program = dr.program(function)
+    try:
+        assert _calls(program, x, times=6) == [[3.0] * 3] * 6
+    finally:
+        done.set()
+        thread.join()
+    assert program.replays == 4 and y.tolist() == [2.0] * 3
+
+
+def test_a_second_program_over_the_same_model(x: torch.Tensor) -> None:
+    w = torch.nn.Parameter(torch.zeros(3, device=REMOTE))
+    optimizer = torch.optim.SGD([w], lr=1.0)
+
+    def gather(x: torch.Tensor) -> None:
+        (w * x).sum().backward()
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    programs = dr.program(gather), dr.program(step)
+    for k in range(1, 7):
+        for _ in range(2):
+            programs[0](x)
+        programs[1]()
+        assert w.tolist() == [-2.0 * k] * 3
+
+
+# -- refused -------------------------------------------------------------------------------------------------
+
+box = SimpleNamespace(n=0, w=None, losses=[])
+numbers = np.random.default_rng(0)
+
+
+def _counts(x: torch.Tensor) -> torch.Tensor:
+    box.n += 1
+    return x + 1
+
+
+def _appends(x: torch.Tensor) -> torch.Tensor:
+    box.losses.append((x * 2).sum())
+    return x
+
+
+def _reads_file(x: torch.Tensor) -> torch.Tensor:
+    return x * len(Path(__file__).read_text(encoding="utf-8"))
+
+
+def _reads_environment(x: torch.Tensor) -> torch.Tensor:
+    return x * len(os.environ["PATH"])
+
+
+def _hides() -> Callable[[torch.Tensor], torch.Tensor]:
+    tensors: Iterator[torch.Tensor] = iter([torch.ones(3, device=REMOTE) for _ in range(9)])
+    return lambda x: x + next(tensors)
+
+
+def _keeps_graph(x: torch.Tensor) -> torch.Tensor:
+    box.w = torch.ones(3, device=REMOTE, requires_grad=True) * x
+    return x + 1
+
+
+def _other_node(x: torch.Tensor) -> torch.Tensor:
+    with dr.on(1):
+        y = torch.zeros(3, device=REMOTE)
+        y += 1
+    return x + 1
+
+
+REFUSED: dict[str, tuple[Callable[[], Callable[[torch.Tensor], Any]], str, str]] = {
+    "item": (lambda: lambda x: x * x.sum().item(), "read a value", "read it outside"),
+    "bool": (lambda: lambda x: x * 2 if x.sum() > 0 else x, "read a value", "torch.where"),
+    "print": (lambda: lambda x: (str(x), x + 1)[1], "read a value", "outside"),
+    "a mask": (lambda: lambda x: x[x > 0], "depends on data", "mask"),
+    "nonzero": (lambda: lambda x: x.nonzero(), "depends on data", "outside"),
+    "local data": (lambda: lambda x: x + torch.arange(3.0).to(REMOTE), "data of this process", "argument"),
+    "torch's draws here": (lambda: lambda x: x + float(torch.rand(1)), "random numbers in this", "worker"),
+    "Python's draws": (lambda: lambda x: x * random.random(), "random numbers in this process", "worker"),
+    "numpy's draws": (lambda: lambda x: x * np.random.rand(), "random numbers in this process", "worker"),
+    "a numpy generator": (lambda: lambda x: x * numbers.random(), "random numbers in this", "worker"),
+    "a counter": (lambda: _counts, "change box.n", "outside"),
+    "a list of losses": (lambda: _appends, "change the number of items of box.losses", "outside"),
+    "a file": (lambda: _reads_file, "read a file", "argument"),
+    "the environment": (lambda: _reads_environment, "read the environment", "argument"),
+    "an iterator of tensors": (_hides, "cannot be found from its function", "argument"),
+    "a graph in an object": (lambda: _keeps_graph, "with its graph at box.w", "detach"),
+    "two nodes": (lambda: _other_node, "several nodes", "each node"),
+    "a local result": (lambda: lambda x: torch.ones(3), "returns a local tensor", "return remote tensors"),
+    "synchronize": (lambda: lambda x: (dr.synchronize(), x + 1)[1], "wait for a worker", "before or after"),
+    "a copy between nodes": (lambda: lambda x: x.to(node=1), "yet", "outside"),
+    "a function of the user's": (lambda: lambda x: dr.remote(abs)(x), "yet", "outside"),
+    "a seed": (lambda: lambda x: (dr.manual_seed(1), x + 1)[1], "seed", "outside"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_replay_can_do_is_refused_with_the_line_and_a_remedy(x: torch.Tensor, name: str) -> None:
+    make, what, remedy = REFUSED[name]
+    box.n, box.w, box.losses = 0, None, []
+    program = dr.program(make())
+    with pytest.raises(dr.UsageError) as caught:
+        for _ in range(4):
+            program(x)
+    text = str(caught.value)
+    assert what in text and remedy in text and "program" in text
+    assert program.replays == 0
+    box.n, box.w, box.losses = 0, None, []
+
+
+def test_adamw_that_counts_here_is_refused(session: object) -> None:
+    w = torch.nn.Parameter(torch.ones(3, device=REMOTE))
+    optimizer = torch.optim.AdamW([w])
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (w * w).sum().backward()
+        optimizer.step()
+
+    program = dr.program(step)
+    with pytest.raises(dr.NotSupportedError, match="fused=True or capturable=True"):
+        for _ in range(4):
+            program()
+
+
+def test_numbers_that_follow_nothing_are_refused(x: torch.Tensor) -> None:
+    program = dr.program(lambda x: x * (counted[0] + 0.5))
+
+    with pytest.raises(dr.NotSupportedError, match="follows no float that was found") as caught:
+        for k in range(20):
+            counted[0] = k
+            program(x)
+    assert "test_traps.py" in str(caught.value)
+
+
+def test_arguments_must_be_remote_and_stay_as_they_are(x: torch.Tensor) -> None:
+    program = dr.program(lambda x: x + 1)
+    with pytest.raises(dr.UsageError, match=r"send it first, x.to\(\"remote\"\)"):
+        program(torch.ones(3))
+    program = dr.program(lambda d: d.update(y=d["x"] + 1))
+    with pytest.raises(dr.UsageError, match="change the lists and dictionaries of its arguments"):
+        program({"x": x})
+    leaf = x.clone().requires_grad_()
+    program = dr.program(lambda x: (x * x).sum().backward())
+    with pytest.raises(dr.UsageError, match="leave a gradient in argument 0"):
+        program(leaf)
+
+
+def test_no_graph_leaves_a_program_not_even_the_first_time(x: torch.Tensor) -> None:
+    model = torch.nn.Linear(3, 1).to(REMOTE)
+    program = dr.program(lambda x: model(x).sum())
+    for _ in range(4):
+        loss = program(x)
+        with pytest.raises(dr.UsageError, match=r"its graph stays in the program.*Call backward\(\) inside"):
+            loss.backward()
+        head = torch.nn.Parameter(torch.ones((), device=REMOTE))
+        with pytest.raises(dr.UsageError, match="its graph stays in the program"):
+            (loss * head).backward()
+    assert model.weight.grad is None and program.replays == 2
+    with torch.no_grad():
+        assert not program(x).requires_grad
+
+
+def test_compile_is_not_there_yet() -> None:
+    with pytest.raises(dr.NotSupportedError, match="not there yet"):
+        dr.program(lambda x: x, compile="inductor")  # type: ignore[call-overload]
+
+
+def test_verify_finds_what_nobody_can_see(x: torch.Tensor, tmp_path: Path) -> None:
+    hidden = threading.local()
+    hidden.value = 1.0
+    program = dr.program(lambda x: x * hidden.value, verify=True)
+    for _ in range(3):
+        assert program(x).tolist() == [1.0] * 3
+    hidden.value = 2.0
+    with pytest.raises(dr.UsageError, match="does something else than its replays did"):
+        for _ in range(9):
+            program(x)
+
+
+def test_transformers_are_told_that_nobody_may_read(x: torch.Tensor) -> None:
+    seen = []
+    program = dr.program(lambda x: (seen.append(torch.cuda.is_current_stream_capturing()), x + 1)[1])
+    before = torch.cuda.is_current_stream_capturing
+    program(x)
+    assert seen == [True] and torch.cuda.is_current_stream_capturing is before

@@ -1,0 +1,219 @@
+"""A program as a step: one instruction of the log that does what many did while it was recorded.
+
+It runs as straight-line code where no link concerns its parts, and else part by part, each as the template
+that it would be outside a program. Where an operator fails, the rest runs part by part too. So what does not
+depend on the failure is there, and nothing is paid for that before it happens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from distruntime.errors import ProtocolError
+from distruntime.wire.messages import ARGUMENT, FLOAT, HELD, MADE, PROGRAM, Plain, Segment
+
+from ..log.state import State
+from ..values.objects import Poisoned, memory_of
+from ..values.step import Operator, Run, Slots, Step, Words
+from ..values.streams import Work
+from ..values.template import Template, operator
+from .definition import Definition, Instruction, Name, definition_from
+from .source import Source, Stopped, Straight, last_uses, local
+
+# Names of values while a program runs part by part. No word of a log is so small a number.
+_temporary = itertools.count(-(1 << 60)).__next__
+
+
+class Program(Step):
+    """One program. Streams of a session may run it at the same time, as it keeps nothing of a run."""
+
+    name = PROGRAM
+
+    def __init__(
+        self,
+        fields: list[Plain],
+        state: State,
+        functions: Callable[[str], Operator] = operator,
+    ) -> None:
+        definition = self._definition = definition_from(fields)
+        self._state, real = state, state.devices.real
+        parts = [
+            Template(row.name, functions(row.name), row.args, row.kwargs, row.results, real, state.fail)
+            for row in definition.rows
+        ]
+        self.parts: Sequence[Template] = parts
+        self._patterns = [part.pattern for part in parts if part.pattern is not None]
+        _require_sense(definition, parts)
+        self.runs: Sequence[Run] = [part.run for part in parts]
+        first = 1 + definition.tensors + definition.numbers
+        self.length = first + len(definition.results)
+        self.reads = list(range(1, 1 + definition.tensors))
+        self.writes = list(range(first, self.length))
+        self.devices = list(dict.fromkeys(device for part in parts for device in part.devices))
+        kept = {ref for ref, _ in definition.kept}
+        self._moved = kept
+        self._behind = last_uses(definition, kept)
+        self._written = _written(definition, parts)
+        self.mutates = [k for kind, k in self._written if kind == ARGUMENT and isinstance(k, int)]
+        self._source: Source | None = None
+        self._straight: Straight | None = None
+        self._real = real
+
+    def run(self, slots: Slots, p: Words, i: int, /) -> int:
+        """Run the instruction at `i`."""
+        if any(run is not part.run for run, part in zip(self.runs, self.parts)):
+            self._run_parts(slots, p, i, 0, {})
+            return i + self.length
+        try:
+            if self._straight is not None:
+                self._straight(slots, p, i)
+            else:
+                self._run_first(slots, p, i)
+        except Stopped as stopped:
+            assert isinstance(stopped.__cause__, Exception)
+            self._finish(slots, p, i, stopped, stopped.__cause__)
+        # An operator may raise anything, and its results are poisoned then.
+        except Exception as error:
+            assert self._source is not None
+            self._finish(slots, p, i, self._source.stopped_in(error), error)
+        return i + self.length
+
+    def _run_first(self, slots: Slots, p: Words, i: int) -> None:
+        source = Source(self._definition, self._patterns, self._moved, self._real)
+        self._straight, self._source = source.first_run(slots, p, i), source
+
+    # -- part by part ----------------------------------------------------------------------------------------
+
+    def _finish(self, slots: Slots, p: Words, i: int, stopped: Stopped, error: Exception) -> None:
+        """Run what is left of a program after an error in its straight-line code."""
+        refs: dict[Name, int] = {}
+        wanted = [(MADE, k) for instruction in self._definition.instructions for k in instruction.makes]
+        for name in (*wanted, *((HELD, ref) for ref in self._moved)):
+            if local(name) in stopped.values:
+                refs[name] = _temporary()
+                slots[refs[name]] = stopped.values[local(name)]
+        at = stopped.at
+        # The locals of the code that has failed would keep what is freed on the way.
+        stopped.values.clear()
+        stopped.__cause__, error.__traceback__ = None, error.__traceback__
+        self._run_parts(slots, p, i, at, refs, error if at >= 0 else None)
+
+    def _run_parts(
+        self,
+        slots: Slots,
+        p: Words,
+        i: int,
+        start: int,
+        refs: dict[Name, int],
+        error: Exception | None = None,
+    ) -> None:
+        """Run the instructions from `start` on, each as a template of its own.
+
+        The one at `start` fails with `error`, if that is given.
+        """
+        definition, state, outer = self._definition, self._state, self._state.work(p)
+        segment = Segment(outer.segment.seq, outer.segment.start + i, [], [], [])
+        words: Words = []
+        work = Work(segment, [], 0, outer.failures, outer.corrections, outer.mesh)
+        state.under_way[id(words)] = work
+        try:
+            for at in range(max(start, 0), len(definition.instructions)):
+                instruction = definition.instructions[at]
+                work.part = at
+                words[:] = [0, *(self._word(name, p, i, refs) for name in instruction.words)]
+                for number in instruction.makes:
+                    refs[MADE, number] = _temporary()
+                    words.append(refs[MADE, number])
+                part = self.parts[instruction.row]
+                if part.kin is not None:
+                    kin = instruction.kin
+                    words.append(None if kin is None else [self._word(name, p, i, refs) for name in kin])
+                if error is not None and at == start:
+                    part.drop(slots, words, 0, error)
+                else:
+                    self.runs[instruction.row](slots, words, 0)
+                for name in self._behind[at]:
+                    slots.pop(self._word(name, p, i, refs), None)
+        finally:
+            del state.under_way[id(words)]
+        kept = [(ref, slots[self._word(name, p, i, refs)]) for ref, name in definition.kept]
+        made = [slots[self._word(name, p, i, refs)] for name in definition.results]
+        for ref in self._moved:
+            slots.pop(ref, None)
+        for ref in refs.values():
+            slots.pop(ref, None)
+        for ref, value in kept:
+            slots[ref] = value
+        for k, value in zip(self.writes, made):
+            slots[p[i + k]] = value
+
+    def _word(self, name: Name, p: Words, i: int, refs: dict[Name, int]) -> Plain:
+        kind, what = name
+        if kind == FLOAT:
+            return what
+        if name in refs:
+            return refs[name]
+        assert isinstance(what, int)
+        return what if kind == HELD else p[i + what]
+
+    def drop(self, slots: Slots, p: Words, i: int, error: BaseException, /) -> int:
+        """Poison what the program would have made or written."""
+        state = self._state
+        cause = state.failure(p, i, error, self.name, "")
+        for kind, what in self._written:
+            ref = what if kind == HELD else p[i + what] if isinstance(what, int) else None
+            memory = memory_of(slots.get(ref))
+            if memory is not None:
+                state.spread(slots, memory, cause)
+            slots[ref] = Poisoned(cause)
+        for ref in self._moved:
+            slots[ref] = Poisoned(cause)
+        for k in self.writes:
+            slots[p[i + k]] = Poisoned(cause)
+        return i + self.length
+
+
+def _require_sense(definition: Definition, parts: Sequence[Template]) -> None:
+    """Raise `ProtocolError` unless each instruction has the words of its template, and values that exist."""
+    made: set[Name] = set()
+    for instruction in definition.instructions:
+        if not 0 <= instruction.row < len(parts):
+            raise ProtocolError(f"a program names row {instruction.row} of {len(parts)}")
+        part = parts[instruction.row]
+        checks = part.kin is not None
+        length = 1 + len(instruction.words) + len(instruction.makes) + checks
+        if part.length != length:
+            raise ProtocolError(f"an instruction of a program has {length} words for {part.name}")
+        _require_known(instruction, made, definition)
+        made.update((MADE, number) for number in instruction.makes)
+    for name in (*(name for _, name in definition.kept), *definition.results):
+        if name[0] == MADE and name not in made:
+            raise ProtocolError(f"a program keeps the value {name[1]}, which it does not make")
+
+
+def _require_known(instruction: Instruction, made: set[Name], definition: Definition) -> None:
+    most = 1 + definition.tensors + definition.numbers
+    for name in (*instruction.words, *(instruction.kin or ())):
+        kind, what = name
+        inside = kind in (FLOAT, HELD) or (kind == MADE and name in made)
+        if not inside and not (kind != MADE and isinstance(what, int) and 1 <= what < most):
+            raise ProtocolError(f"a program reads {kind} {what!r:.20}, which is not there")
+
+
+def _written(definition: Definition, parts: Sequence[Template]) -> list[Name]:
+    """Return the arguments and held values that a program writes, also through views."""
+    bases: dict[Name, set[Name]] = {}
+    found: dict[Name, None] = {}
+    for instruction in definition.instructions:
+        part = parts[instruction.row]
+        names = instruction.words
+        viewed: set[Name] = set()
+        for k in part.views:
+            viewed |= bases.get(names[k - 1], {names[k - 1]})
+        for number in instruction.makes:
+            if viewed:
+                bases[MADE, number] = viewed
+        for k in (*part.mutates, *part.unsaid):
+            found.update(dict.fromkeys(bases.get(names[k - 1], {names[k - 1]})))
+    return [name for name in found if name[0] in (ARGUMENT, HELD)]

@@ -1,0 +1,193 @@
+"""Straight-line Python for a program: a local for each value, which is let go of behind its last use.
+
+In the source stand only names and numbers of our own making. Operators and constants come in by closure.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from distruntime.wire.codec import KIN, OPERAND, unpack_constant
+from distruntime.wire.messages import ARGUMENT, FLOAT, HELD, MADE, NUMBER, Plain
+
+from ..values.step import Operator, Pattern, Slots, Words
+from .bindings import alike, binding, direct
+from .definition import Definition, Instruction, Name
+
+# A frame of this file is ours: see `objects.py`.
+FILE = "<distruntime::program>"
+_PREFIX = {MADE: "v", ARGUMENT: "a", HELD: "c", NUMBER: "n"}
+Straight = Callable[[Slots, Words, int], None]
+Locals = dict[str, object]
+
+
+class Stopped(Exception):
+    """A first run has ended in an error: at this instruction, with these locals."""
+
+    def __init__(self, at: int, values: Locals) -> None:
+        super().__init__(at)
+        self.at, self.values = at, values
+
+
+def local(name: Name) -> str:
+    """Return what a value is called in the source."""
+    return f"{_PREFIX[name[0]]}{name[1]}"
+
+
+def last_uses(definition: Definition, moved: set[int]) -> list[list[Name]]:
+    """Return for each instruction the values that nobody needs behind it.
+
+    These are made here, or were under a ref that will name another value (`moved`).
+    """
+    found: dict[Name, int] = {}
+    for at, instruction in enumerate(definition.instructions):
+        for name in (*instruction.words, *(instruction.kin or ())):
+            if name[0] == MADE or (name[0] == HELD and name[1] in moved):
+                found[name] = at
+        for number in instruction.makes:
+            found.setdefault((MADE, number), at)
+    for name in (*(name for _, name in definition.kept), *definition.results):
+        found.pop(name, None)
+    behind: list[list[Name]] = [[] for _ in definition.instructions]
+    for name, at in found.items():
+        behind[at].append(name)
+    return behind
+
+
+class Source:
+    """The source of a program. `moved` are the refs that name another value when it has run."""
+
+    def __init__(
+        self,
+        definition: Definition,
+        patterns: Sequence[Pattern],
+        moved: set[int],
+        device: Callable[[torch.device], torch.device],
+    ) -> None:
+        self._patterns, self._device = patterns, device
+        self._closure: dict[str, object] = {}
+        self._names = itertools.count()
+        # These words are read at the beginning.
+        self._used: dict[Name, None] = {}
+        behind, count = last_uses(definition, moved), len(definition.instructions)
+        # Each line has the number of its instruction, and its call as an expression if it has one.
+        body: list[tuple[int, str, str]] = []
+        for at, instruction in enumerate(definition.instructions):
+            front, call = self._call(at, instruction)
+            body.append((at, f"{front}f{at}{call}", call))
+            if behind[at]:
+                body.append((at, "del " + ", ".join(map(local, behind[at])), ""))
+        first = 1 + definition.tensors + definition.numbers
+        end = [f"slots[{ref}] = {self._use(name)}" for ref, name in definition.kept]
+        end += [f"slots[p[i+{first + k}]] = {self._use(name)}" for k, name in enumerate(definition.results)]
+        # An argument may be under a ref that is emptied after it.
+        head = [_read(name, moved) for name in sorted(self._used, key=lambda name: _moves(name, moved))]
+        read = {name[1] for name in self._used if name[0] == HELD}
+        head += [f"slots.pop({ref}, None)" for ref in sorted(moved - read)]
+        self._lines = [*((-1, line, "") for line in head), *body, *((count, line, "") for line in end)]
+        self._rows = [instruction.row for instruction in definition.instructions]
+
+    def _use(self, name: Name) -> str:
+        if name[0] != MADE:
+            self._used[name] = None
+        return local(name)
+
+    def _constant(self, value: object) -> str:
+        if value is None or value is True or value is False or type(value) is int:
+            return repr(value)
+        name = f"k{next(self._names)}"
+        self._closure[name] = value
+        return name
+
+    def _call(self, at: int, instruction: Instruction) -> tuple[str, str]:
+        """Return what stands before the name of an instruction's function, and what stands behind it."""
+        pattern = self._patterns[instruction.row]
+        words = iter(instruction.words)
+
+        def word(part: Plain) -> str:
+            if part == OPERAND or part == ["number"]:
+                name = next(words)
+                return self._constant(name[1]) if name[0] == FLOAT else self._use(name)
+            if isinstance(part, list) and part and part[0] == "list":
+                return "[" + ", ".join(word(item) for item in part[1:]) + "]"
+            constant = unpack_constant(part)
+            return self._constant(self._device(constant) if isinstance(constant, torch.device) else constant)
+
+        given = [word(part) for part in pattern.args]
+        # The template of this row has seen to it that these are names.
+        given += [f"{key}={word(part)}" for key, part in pattern.kwargs.items()]
+        for name in instruction.kin or ():
+            self._use(name)
+        self._closure[f"f{at}"] = direct(pattern.call)
+        makes = iter(instruction.makes)
+
+        def target(part: Plain) -> str:
+            if isinstance(part, list):
+                return "(" + "".join(f"{target(item)}, " for item in part) + ")"
+            return f"v{next(makes)}" if part == 1 else "_"
+
+        results = pattern.results
+        front = "" if results in (0, [], KIN) else f"{target(results)} = "
+        return front, f"({', '.join(given)})"
+
+    def first_run(self, slots: Slots, p: Words, i: int) -> Straight:
+        """Run the program line by line, and return the function for the runs that follow.
+
+        Before each call, see whether torch's own function of its operator does the same here. Raise `Stopped`
+        from the error of an instruction.
+        """
+        values: Locals = {"slots": slots, "p": p, "i": i}
+        quick: dict[str, Operator] = {}
+        for at, line, call in self._lines:
+            try:
+                if call:
+                    found = self._binding(at, call, values)
+                    if found is not None:
+                        quick[f"f{at}"] = found
+                exec(line, self._closure, values)
+            # Whatever the error is, it is the instruction's.
+            except Exception as error:
+                raise Stopped(at, values) from error
+        self._closure.update(quick)
+        source = "def run(slots, p, i):\n    pass\n"
+        source += "".join(f"    {line}\n" for _, line, _ in self._lines)
+        exec(compile(source, FILE, "exec"), self._closure)
+        run: Straight = self._closure["run"]  # type: ignore[assignment]
+        return run
+
+    def _binding(self, at: int, call: str, values: Locals) -> Operator | None:
+        """Return torch's own function that does the same as an instruction's operator, if there is one."""
+        own = self._patterns[self._rows[at]].call
+        found = binding(own)
+        if found is None:
+            return None
+        expression = compile(f"f{call}", FILE, "eval")
+        same = alike(
+            lambda: eval(expression, self._closure, {**values, "f": own}),
+            lambda: eval(expression, self._closure, {**values, "f": found}),
+        )
+        return found if same else None
+
+    def stopped_in(self, error: BaseException) -> Stopped:
+        """Say at which instruction the compiled function has ended in an error, and with which locals."""
+        trace, line, values = error.__traceback__, 0, Locals()
+        while trace is not None:
+            if trace.tb_frame.f_globals is self._closure:
+                line, values = trace.tb_lineno, dict(trace.tb_frame.f_locals)
+            trace = trace.tb_next
+        # The first line is the function's head, and the second one does nothing.
+        return Stopped(self._lines[line - 3][0] if line >= 3 else -1, values)
+
+
+def _read(name: Name, moved: set[int]) -> str:
+    kind, k = name
+    if kind == HELD:
+        return f"{local(name)} = " + (f"slots.pop({k})" if _moves(name, moved) else f"slots[{k}]")
+    return f"{local(name)} = " + (f"slots[p[i+{k}]]" if kind == ARGUMENT else f"p[i+{k}]")
+
+
+def _moves(name: Name, moved: set[int]) -> bool:
+    return name[0] == HELD and name[1] in moved

@@ -16,6 +16,11 @@ class Checks:
         self.last = last
         self._open: dict[int, Correct] = {}
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a prediction is not confirmed yet."""
+        return bool(self._open)
+
     def add(self, correct: Correct) -> int:
         """Return the number of a new prediction for the word CHECK."""
         self.last += 1

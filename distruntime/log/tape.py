@@ -40,7 +40,8 @@ class Tape:
 
     def __init__(self, log: Taped) -> None:
         self._thread = threading.get_ident()
-        self._seen = log.base + len(log.words)
+        # The first word that it may note has this position.
+        self.begin = self._seen = log.base + len(log.words)
         self.pieces: list[Piece] = []
         # These are the lines of the words, by the position after each instruction.
         self.lines: list[Line] = []

@@ -126,7 +126,8 @@ class Program(Generic[P, R]):
         self.why = "it was the first call of its kind" if first else why
         session = active_session()
         for node in session.nodes:
-            if node.failed is None:
+            # What a kernel was wrongly said to return is corrected first.
+            if node.failed is None and node.checks.waiting:
                 session.drain(node)
         roots: list[tuple[str, object]] = [(self._name, self._fn)]
         roots += [
@@ -365,7 +366,8 @@ def program(
         compile: must be None. Compiled programs are not there yet.
         verify: record again at calls 2, 4, 8 and so on, and compare.
 
-    Returns at once. A call that is recorded waits for the workers first.
+    Returns at once. A recorded call waits for a worker that is still to confirm what new operators
+    return.
 
     Raises:
         NotSupportedError: from a call: the function does what no replay can do. The text names the line.

@@ -107,7 +107,7 @@ def record(tapes: Sequence[tuple[Log, Tape]], names: dict[int, Name], first: boo
     for log, tape in tapes:
         lines = iter(tape.lines)
         for piece in tape.pieces:
-            for words, line in _instructions(piece.words, piece.start, lines, found.freed):
+            for words, line in _instructions(piece.words, piece.start, lines, found.freed, tape.begin):
                 if not piece.own:
                     continue
                 if not isinstance(log, Node):
@@ -133,7 +133,7 @@ def _refused(what: str, line: Line | None, remedy: str) -> NotSupportedError:
 
 
 def _instructions(
-    words: Sequence[object], start: int, lines: Iterator[Line], freed: set[int]
+    words: Sequence[object], start: int, lines: Iterator[Line], freed: set[int], begin: int
 ) -> Iterator[tuple[Sequence[object], Line | None]]:
     """Yield each instruction of a piece with its line. What was freed goes to `freed`.
 
@@ -151,6 +151,9 @@ def _instructions(
             at += 3
         elif word in (FORGET, DROP):
             at += 2
+        elif word == WAIT and words[at + 2] <= begin:  # type: ignore[operator]
+            # It is for what was issued before. A replay waits by the same rules.
+            at += 5
         else:
             line = next(lines, None)
             while line is not None and line[0] <= start + at:

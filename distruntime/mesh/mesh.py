@@ -66,7 +66,9 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         # A layout has other groups of the members.
         self._layout_of: Layout | None = None
         prepare()
-        if begin(sum(len(session.places.devices(node.index)) for node in session.nodes), self.lines):
+        # The default group belongs to the members, not to this mesh, which can go with all that it keeps.
+        everybody = partial(self._mesh_log.lines_of, [[*range(len(places))]], Lines)
+        if begin(sum(len(session.places.devices(node.index)) for node in session.nodes), everybody):
             session.ending.on_close.append(end)
         ranks = torch.arange(len(self.places), device="cpu").reshape(tuple(shape))
         super().__init__("remote", ranks, mesh_dim_names=mesh_dim_names, _init_backend=False, _rank=0)

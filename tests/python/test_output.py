@@ -48,7 +48,8 @@ def test_it_is_shown_while_the_function_runs_and_nobody_waits(
 
     def says_and_waits() -> None:
         print("begun ...", end="")
-        while not go_on.exists():
+        limit = time.monotonic() + 60
+        while not go_on.exists() and time.monotonic() < limit:
             time.sleep(0.01)
 
     running = dr.remote(says_and_waits, returns=object)(node=1)

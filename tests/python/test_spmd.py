@@ -285,8 +285,6 @@ def test_a_function_may_end_the_group(mesh: dr.DeviceMesh, ranks: tuple[int, ...
 
 def test_members_of_one_worker_and_their_end(fresh_session: Callable[..., Any]) -> None:
     fresh_session(world_size=1, simulate_cuda=3)
-    # The session keeps its first mesh.
-    dr.init_device_mesh("cpu", (1,))
     mesh = dr.init_device_mesh("cuda", (3,))
 
     def total(x: torch.Tensor) -> tuple[torch.Tensor, int, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -88,34 +88,41 @@ def begun(folder: Path) -> None:
     (folder / str(dist.get_rank())).touch()
 
 
+def limited() -> Iterator[None]:
+    """Yield for longer than the test waits, so that nothing runs for ever."""
+    limit = time.monotonic() + 200
+    while time.monotonic() < limit:
+        yield
+
+
 def in_collectives(folder: Path) -> None:
     begun(folder)
-    while True:
+    for _ in limited():
         dist.all_reduce(torch.ones(4))
 
 
 def in_python(folder: Path) -> None:
     begun(folder)
-    while True:
+    for _ in limited():
         pass
 
 
 def in_a_sleep(folder: Path) -> None:
     begun(folder)
-    time.sleep(600)
+    time.sleep(200)
 
 
 def in_backward(folder: Path) -> None:
     model = nn.parallel.DistributedDataParallel(nn.Linear(64, 64))
     begun(folder)
-    while True:
+    for _ in limited():
         model(torch.randn(8, 64)).sum().backward()
 
 
 def one_waits(folder: Path) -> None:
     begun(folder)
     if dist.get_rank() == 1:
-        time.sleep(600)
+        time.sleep(200)
     dist.barrier()
 
 
@@ -144,7 +151,7 @@ def test_whatever_is_cancelled_of_a_call_the_whole_call_ends(
     @dr.spmd(mesh, returns=(object, torch.ones(2, device="meta")))
     def waits(folder: Path) -> tuple[int, torch.Tensor]:
         begun(folder)
-        time.sleep(600)
+        time.sleep(200)
         return 1, torch.ones(2)
 
     found: tuple[Any, torch.Tensor] = waits(tmp_path)
@@ -166,7 +173,8 @@ def test_a_call_that_waits_for_its_turn_is_dropped_alone(mesh: dr.DeviceMesh, tm
     @dr.spmd(mesh, returns=object)
     def waits(folder: Path) -> None:
         begun(folder)
-        while not (folder / "go").exists():
+        limit = time.monotonic() + 60
+        while not (folder / "go").exists() and time.monotonic() < limit:
             time.sleep(0.001)
 
     first, second = waits(tmp_path), dr.spmd(mesh, in_python, returns=object)(tmp_path)

@@ -34,7 +34,7 @@ import programs
 import torchvision_operators
 from cases import CASES, Case, NotRun
 
-KINDS = ("trainers", "models", "vision", "interpretability", "science", "rl", "tools")
+KINDS = ("trainers", "ranks", "models", "vision", "interpretability", "science", "rl", "tools")
 # One case takes seconds. A child takes its libraries' imports on top, which are long on a cold disk.
 PATIENCE = 900.0
 WORKS, CHANGED, DIFFERS, HERE, FAILS, NOT_RUN = (
@@ -158,7 +158,7 @@ def child(kind: str, device: str, names: Sequence[str], file: Path) -> None:
     torch.set_num_threads(1)
     torchvision_operators.load()
     if device == "remote":
-        dr.init_master_worker(world_size=1)
+        dr.init_master_worker(world_size=2 if kind == "ranks" else 1)
         dr.config(num_threads=1)
     importlib.import_module(kind)
     for name in names:

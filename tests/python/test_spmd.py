@@ -256,6 +256,16 @@ def test_fsdp_is_a_serial_run(mesh: dr.DeviceMesh, version: int) -> None:
         torch.testing.assert_close(p.cpu().reshape(q.shape), q.detach())
 
 
+def test_a_call_finds_its_rank_in_the_environment_whatever_the_last_one_did(mesh: dr.DeviceMesh) -> None:
+    @dr.spmd(mesh, returns=object)
+    def size(after: str) -> str:
+        found = os.environ["WORLD_SIZE"]
+        os.environ["WORLD_SIZE"] = after
+        return found
+
+    assert [dr.fetch(size("7")) for _ in range(2)] == [["2", "2"]] * 2
+
+
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 def test_a_function_may_end_the_group(mesh: dr.DeviceMesh, ranks: tuple[int, ...]) -> None:
     @dr.spmd(mesh, returns=object)

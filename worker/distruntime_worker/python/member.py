@@ -32,6 +32,11 @@ _SET_PARENT_DEATH_SIGNAL = 1
 if torch.distributed.is_available():
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+# A rank is told by these what it is.
+_RANK = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
+)
 # So many seconds a member has to find the store and the others.
 _MEETING = timedelta(seconds=300)
 
@@ -114,6 +119,7 @@ class Member:
         self._device = torch.device("cpu")
         self._code: dict[bytes, object] = {}
         self._kept: dict[int, object] = {}
+        self._rank = {name: os.environ[name] for name in _RANK}
         self._next = 0
 
     def serve(self) -> None:
@@ -171,6 +177,8 @@ class Member:
         memories = {x.untyped_storage()._cdata for x in operands if isinstance(x, torch.Tensor)}
         leaves = self._leaves(operands, run.wants)
         function = self._function(run)
+        # A library that takes itself for what has started the rank removes these at its end.
+        os.environ.update(self._rank)
         args, kwargs = arguments(run.pickled, operands, self._real)
         with torch.set_grad_enabled(run.grad):
             try:

@@ -140,9 +140,9 @@ def _called_from(frame: FrameType | None) -> Line:
     return line
 
 
-def of_a_library(code: CodeType) -> bool:
-    """Whether code is of Python's own library, of an installed package, or of this one."""
-    return code.co_filename.startswith((*_INSIDE, *_LIBRARIES, "<frozen "))
+def of_a_library(file: str) -> bool:
+    """Whether code in a file is of Python's own library, of an installed package, or of this one."""
+    return file.startswith((*_INSIDE, *_LIBRARIES, "<frozen "))
 
 
 def shown_line(line: Line) -> Line:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import keyword
 import operator
+import re
 import sys
 from collections.abc import Callable, Sequence
 
@@ -15,6 +17,7 @@ _handle = operator.attrgetter("_handle")
 _requires_grad = operator.attrgetter("requires_grad")
 # These attributes of many tensors are read by one loop in C.
 _LOOPED = ("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_IDENTIFIER = re.compile(rf"(?!(?:{'|'.join(keyword.kwlist)})\Z)[a-zA-Z_]\w*\Z", re.ASCII).match
 # So many conditions stand in one expression: one of thousands is too deep for the compiler.
 _TOGETHER = 20
 
@@ -149,6 +152,7 @@ class Guards:
             "        return False",
             "    return list(map(count, kept)) == counts",
         ]
+        # The text holds this module's words, counted names, numbers, quoted strings and identifiers.
         exec(compile("\n".join(lines), "<guards>", "exec"), names)
         # A function that its own globals name would be a cycle, which holds memory on workers.
         test: Callable[[], bool] = names.pop("test")  # type: ignore[assignment]
@@ -161,7 +165,9 @@ def _read(one: Seen, name: Callable[[object], str]) -> str:
         plain = type(one.key) in (str, int)
         return f"{owner}[{one.key!r}]" if plain else f"{owner}[{name(one.key)}]"
     if one.form == "attribute":
-        return f"{owner}.{one.key}"
+        # A name such as "learning-rate" is fine for setattr, and is no Python.
+        key = str(one.key)
+        return f"{owner}.{key}" if _IDENTIFIER(key) else f"getattr({owner}, {name(one.key)})"
     if one.form == "cell":
         return f"{owner}.cell_contents"
     return f"len({owner})" if one.form == "length" else f"{owner}._version"

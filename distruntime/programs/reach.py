@@ -220,7 +220,7 @@ class Reach:
         """Look at what a class of the user's says, and at what its functions read."""
         for base in cls.__mro__[:-1]:
             functions = [f for f in vars(base).values() if isinstance(f, types.FunctionType)]
-            if not functions or of_a_library(functions[0].__code__):
+            if not functions or of_a_library(functions[0].__code__.co_filename):
                 continue
             for name, value in list(vars(base).items()):
                 if isinstance(value, (staticmethod, classmethod)):
@@ -248,7 +248,7 @@ class Reach:
         wrapped = function.__dict__.get("__wrapped__")
         if wrapped is not None:
             self._todo.append((path, wrapped))
-        if of_a_library(code):
+        if of_a_library(code.co_filename):
             return
         space = function.__globals__
         for name, attributes in _globals_read(code):
@@ -263,8 +263,7 @@ class Reach:
     def _module(self, path: str, module: types.ModuleType, attributes: tuple[str, ...]) -> None:
         """Look at what a function may read of a module of the user's."""
         space = vars(module)
-        loaded = compile("", str(getattr(module, "__file__", None) or "<frozen >"), "exec")
-        if of_a_library(loaded):
+        if of_a_library(str(getattr(module, "__file__", None) or "<frozen >")):
             return
         for name in attributes:
             if name in space and not isinstance(space[name], types.ModuleType):

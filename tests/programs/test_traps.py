@@ -54,6 +54,17 @@ def test_a_learning_rate_that_changes_now_and_then(session: object) -> None:
     assert program.replays >= 7
 
 
+@pytest.mark.parametrize(
+    "name", ["learning-rate", "class", "x.y", "a\nb", "factor if counted.append(1) else 0", "größe"]
+)
+def test_an_attribute_may_have_any_name(x: torch.Tensor, name: str) -> None:
+    there = SimpleNamespace(**{name: 2.0})
+    program = dr.program(lambda x: x * getattr(there, name))
+    assert _calls(program, x) == [[2.0] * 3] * 4 and program.replays and counted == [0]
+    setattr(there, name, 3.0)
+    assert _calls(program, x) == [[3.0] * 3] * 4
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_a_learning_rate_that_changes_at_each_call_is_an_operand(session: object, decay: float) -> None:
     w = torch.nn.Parameter(torch.ones(3, device=REMOTE))

@@ -13,7 +13,7 @@ from distruntime_worker.values.step import Run
 
 
 def step(name: str, *args: object) -> Any:
-    return SimpleNamespace(name=name, pattern=SimpleNamespace(call=None, args=[*args]))
+    return SimpleNamespace(name=name, parts=(), pattern=SimpleNamespace(call=None, args=[*args]))
 
 
 def function(random: bool) -> Any:

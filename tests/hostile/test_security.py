@@ -534,7 +534,7 @@ UNPICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "
 # These only write pickles, or say how one is written.
 WRITES = {"Pickler", "pickle"}
 CALLS = {"eval", "exec", "compile", "__import__"}
-# guards.py compiles a test of what this process holds. tests/programs/test_traps.py tries names that are code.
+# guards.py compiles a test of its own words. tests/programs/test_traps.py tries names that are code.
 COMPILES = ROOT / "distruntime/programs/guards.py"
 
 

@@ -1,0 +1,151 @@
+"""How far one master reaches: what it spends, by the number of members of one mesh, which one process plays.
+
+Each figure of a session has its own process, so that memory and start-up are those of that session alone. A
+burst's figures are processor time, as in `benchmarks.mesh`: of the thread that issues, and of the whole
+process until every member has acknowledged. A program of 1,000 operators is measured where meshes have
+programs.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import distruntime as dr
+from distruntime.session.session import active_session
+
+from .harness import ROOT, Figure
+from .mesh import played
+
+_SIZES = (1, 2, 8, 64, 256, 1024)
+_LARGEST, _WIDE = 1024, 256
+# One program has so many operators, and one burst so many operators or replays.
+_OPERATORS, _BURST = 1000, 16_000
+
+
+class _Row(NamedTuple):
+    """What one session has cost: seconds, and bytes for each member."""
+
+    start: float
+    memory: float
+    issuing: float
+    process: float
+    replay_issuing: float
+    replay_process: float
+
+
+def _resident() -> int:
+    words = Path("/proc/self/statm").read_text().split()
+    return int(words[1]) * 4096
+
+
+def _cost(work: Callable[[], object], count: int) -> tuple[float, float]:
+    """Return what one of so many calls costs: on the issuing thread, and in the whole process."""
+    session = active_session()
+    mine = time.pthread_getcpuclockid(threading.get_ident())
+    gc.collect()
+    began, total = time.clock_gettime(mine), time.process_time()
+    for _ in range(count):
+        work()
+    for node in session.meshes:
+        node.flush()
+    issued = time.clock_gettime(mine)
+    while any(node.flights for node in session.logs):
+        time.sleep(0.002)
+    return (issued - began) / count, (time.process_time() - total) / count
+
+
+def _chain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    for _ in range(_OPERATORS):
+        x = x + y
+    return x
+
+
+def session(where: list[str]) -> _Row:
+    """Measure one session of these workers, in this process."""
+    torch.set_num_threads(1)
+    gc.collect()
+    before, began = _resident(), time.perf_counter()
+    with dr.init_master_worker(workers=where, insecure=True, quiet=True, timeout=120):
+        with dr.init_device_mesh("cpu", (len(where),)):
+            x, y = torch.ones(20, 20, device="remote"), torch.ones(20, 20, device="remote")
+        start = time.perf_counter() - began
+        memory = (_resident() - before) / len(where)
+        add: Callable[[], object] = lambda: x + y  # noqa: E731
+        _cost(add, 1000)
+        issuing, process = min(_cost(add, _BURST) for _ in range(3))
+        program = dr.program(_chain)
+        for _ in range(4):
+            program(x, y)
+        assert program.replays, program.why
+        # One replay at a time: what a step costs that waits for nothing but its own acknowledgements.
+        alone = [_cost(lambda: program(x, y), 1) for _ in range(15)]
+    replay = [statistics.median(column) for column in zip(*alone)]
+    return _Row(start, memory, issuing, process, *replay)
+
+
+def _measured(where: list[str]) -> _Row:
+    command = [sys.executable, "-c", "from benchmarks.scale import child; child()"]
+    done = subprocess.run(
+        command, cwd=ROOT, input="\n".join(where), stdout=subprocess.PIPE, text=True, check=True
+    )
+    return _Row(*json.loads(done.stdout.splitlines()[-1]))
+
+
+def child() -> None:
+    """Print a session's row, of the workers whose addresses stand on standard input."""
+    print(json.dumps(session(sys.stdin.read().split())))
+
+
+def measure(quick: bool) -> list[Figure]:
+    """Measure sessions of 1 to 1,024 members."""
+    sizes, rounds = (_SIZES[:4], 1) if quick else (_SIZES, 3)
+    rows: dict[int, list[_Row]] = {size: [] for size in sizes}
+    with played(sizes[-1]) as where:
+        for _ in range(rounds):
+            for size in sizes:
+                rows[size].append(_measured(where[:size]))
+    middle = {
+        size: _Row(*(statistics.median(column) for column in zip(*found))) for size, found in rows.items()
+    }
+    figures = []
+    for size, row in middle.items():
+        members = f"{size:,} member{'s' if size > 1 else ''}"
+        wide, large = size == _WIDE, size == _LARGEST
+        figures += [
+            Figure(f"start of a session, {members}", row.start, "s", None),
+            Figure(f"memory for a member, {members}", row.memory / 1024, "KiB", None),
+            Figure(
+                f"operator, {members}",
+                row.process * 1e6,
+                "us",
+                None,
+                f"of the whole process; issuing {row.issuing * 1e6:.1f} us",
+            ),
+            Figure(
+                f"replay of {_OPERATORS:,} operators, {members}: issuing",
+                row.replay_issuing * 1e3,
+                "ms",
+                5 if large else None,
+            ),
+            Figure(
+                f"replay of {_OPERATORS:,} operators, {members}: whole process",
+                row.replay_process * 1e3,
+                "ms",
+                30 if large else None,
+            ),
+        ]
+        if wide:
+            ratio = statistics.median(a.process / b.process for a, b in zip(rows[size], rows[1]))
+            figures.append(Figure(f"operator, {members} / one", ratio, "x", 2))
+    return figures

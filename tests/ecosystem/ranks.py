@@ -59,6 +59,10 @@ def with_accelerate(batch: int) -> tuple[torch.Tensor, list[float]]:
 
 
 def with_lightning(batch: int) -> tuple[torch.Tensor, list[float]]:
+    # Lightning imports torchvision if it is installed, and this process may be a member's.
+    import torchvision_operators
+
+    torchvision_operators.load()
     import lightning
 
     class Classifier(lightning.LightningModule):

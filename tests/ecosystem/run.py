@@ -186,7 +186,8 @@ def outcomes(kind: str, device: str, names: Sequence[str]) -> Iterator[Outcome]:
                 try:
                     status = subprocess.run(
                         arguments,
-                        env={**os.environ, **ENVIRONMENT},
+                        # Workers import this folder's modules by name.
+                        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parent)},
                         cwd=folder,
                         stdin=subprocess.DEVNULL,
                         stdout=output,

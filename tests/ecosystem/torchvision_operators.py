@@ -17,6 +17,8 @@ _declared: list[torch.library.Library] = []
 
 def load() -> None:
     """Load the operators, or declare the two that torchvision's import asks for."""
+    if _declared:
+        return
     found = importlib.util.find_spec("torchvision")
     if found is None or found.origin is None:
         return

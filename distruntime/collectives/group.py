@@ -29,6 +29,7 @@ from ..log.log import Log
 from ..log.moment import at_one_moment
 from ..log.node import Node
 from ..log.spec import NO_TENSOR
+from ..log.tape import unrecorded
 from ..session.meeting import Meeting
 from ..session.requests import Request
 from ..session.session import Session, active_session
@@ -168,8 +169,8 @@ class Groups:
                     f"the data channel {name!r} takes tensors of {_list(capabilities.devices)}, not "
                     f"of {home.place}"
                 )
-        self.meeting.require()
-        with self._opening:
+        with unrecorded(), self._opening:
+            self.meeting.require()
             group = ProcessGroup(session, self._numbers(), homes, name, capabilities, limit)
             self._groups[group.number] = group
             session.joined = True

@@ -12,6 +12,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import NotSupportedError, UsageError, drop_frames, without_our_frames
+from ..log.current import current_streams
+from ..log.issue import noting
 from ..log.line import line_text, user_line
 from ..log.log import Log
 from ..log.tape import Tape, not_in_a_program, recorded
@@ -147,6 +149,8 @@ class Program(Generic[P, R]):
         names: dict[int, Name] = {ref: (HELD, path) for ref, path in paths.items()}
         names.update({ref: (ARGUMENT, k) for ref, k in arguments.items()})
         draws = LocalDraws(before.generators)
+        memories = [(path, tensor._handle.storage) for path, tensor in before.paths.items()]
+        current = current_streams.get()
         known = [*(tensor for _, tensor in before.tensors.values()), *_tensors(leaves)]
         versions = [(tensor, _version(tensor)) for tensor in known]
         gradients = [
@@ -158,7 +162,7 @@ class Program(Generic[P, R]):
         found: Stripped
         try:
             tapes += [(log, log.begin_tape()) for log in session.logs]
-            with watched(self._name, first, lenient):
+            with watched(self._name, first, lenient), noting() as notes:
                 found = stripped(self._fn(*args, **kwargs), names, self._name)  # type: ignore[arg-type]
                 # What only cycles hold is let go of now, at one place of the recording.
                 gc.collect()
@@ -170,7 +174,7 @@ class Program(Generic[P, R]):
             if not first:
                 draws.require_unused(self._name)
             self._require_plain(session, tapes, args, kwargs, leaves, gradients)
-            recording = record(tapes, names, first)
+            recording = record(tapes, notes, names, first, current)
             after = Reach(roots)
             if not first:
                 require_unchanged(before, after)
@@ -201,7 +205,7 @@ class Program(Generic[P, R]):
         odd = unsteady(before, after)
         if odd and same is not None:
             self.why = f"it left {odd} in another state than it found it in"
-        elif same is not None and recording.log is not None:
+        elif same is not None and recording.acts:
             changed = [tensor for tensor, version in versions if _version(tensor) != version]
             plan = Plan(
                 run,
@@ -216,15 +220,17 @@ class Program(Generic[P, R]):
                     [k for k, leaf in enumerate(leaves) if any(leaf is t for t in changed)],
                     [k for ref, k in arguments.items() if ref in paths],
                     {f"argument {k}": k for k, leaf in enumerate(leaves) if type(leaf) is float},
+                    memories,
                 ),
             )
             if expected is not None:
                 plan.replays = plan.verified = expected.replays
             self._keep(signature, plan, expected)
             # Whoever holds a tensor from here on is not of this call.
-            del before, after, known, versions, gradients, changed, found, handles
+            del before, after, known, memories, notes, versions, gradients, changed, found, handles
             plan.guards.settle()
             self.why = "it was recorded, and agrees with one before: the next call is replayed"
+        recording.settle()
         return tree_unflatten(given, run.tree)  # type: ignore[no-any-return]
 
     def _same(self, signature: object, run: Run) -> Run | None:

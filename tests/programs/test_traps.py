@@ -322,13 +322,6 @@ def _keeps_graph(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-def _other_node(x: torch.Tensor) -> torch.Tensor:
-    with dr.on(1):
-        y = torch.zeros(3, device=REMOTE)
-        y += 1
-    return x + 1
-
-
 REFUSED: dict[str, tuple[Callable[[], Callable[[torch.Tensor], Any]], str, str]] = {
     "item": (lambda: lambda x: x * x.sum().item(), "read a value", "read it outside"),
     "bool": (lambda: lambda x: x * 2 if x.sum() > 0 else x, "read a value", "torch.where"),
@@ -346,10 +339,8 @@ REFUSED: dict[str, tuple[Callable[[], Callable[[torch.Tensor], Any]], str, str]]
     "the environment": (lambda: _reads_environment, "read the environment", "argument"),
     "an iterator of tensors": (_hides, "cannot be found from its function", "argument"),
     "a graph in an object": (lambda: _keeps_graph, "with its graph at box.w", "detach"),
-    "two nodes": (lambda: _other_node, "several nodes", "each node"),
     "a local result": (lambda: lambda x: torch.ones(3), "returns a local tensor", "return remote tensors"),
     "synchronize": (lambda: lambda x: (dr.synchronize(), x + 1)[1], "wait for a worker", "before or after"),
-    "a copy between nodes": (lambda: lambda x: x.to(node=1), "yet", "outside"),
     "a function of the user's": (lambda: lambda x: dr.remote(abs)(x), "yet", "outside"),
     "a seed": (lambda: lambda x: (dr.manual_seed(1), x + 1)[1], "seed", "outside"),
 }

@@ -15,10 +15,9 @@ from distruntime.wire.messages import ARGUMENT, FLOAT, HELD, MADE, PROGRAM, Plai
 
 from ..log.state import State
 from ..values.objects import Poisoned, memory_of
-from ..values.step import Operator, Run, Slots, Step, Words
+from ..values.step import Run, Slots, Step, Words
 from ..values.streams import Work
-from ..values.template import Template, operator
-from .definition import Definition, Instruction, Name, definition_from
+from .definition import Definition, Instruction, Name, Row, definition_from
 from .source import Source, Stopped, Straight, last_uses, local
 
 # Names of values while a program runs part by part. No word of a log is so small a number.
@@ -34,16 +33,15 @@ class Program(Step):
         self,
         fields: list[Plain],
         state: State,
-        functions: Callable[[str], Operator] = operator,
+        compiled: Callable[[Row], Step],
     ) -> None:
         definition = self._definition = definition_from(fields)
         self._state, real = state, state.devices.real
-        parts = [
-            Template(row.name, functions(row.name), row.args, row.kwargs, row.results, real, state.fail)
-            for row in definition.rows
-        ]
-        self.parts: Sequence[Template] = parts
+        self.parts: Sequence[Step] = [compiled(row) for row in definition.rows]
+        parts = self.parts
         self._patterns = [part.pattern for part in parts if part.pattern is not None]
+        # Several members of a mesh run each instruction in turns.
+        self._in_turns = any(part.lanes for part in parts)
         _require_sense(definition, parts)
         self.runs: Sequence[Run] = [part.run for part in parts]
         first = 1 + definition.tensors + definition.numbers
@@ -62,7 +60,7 @@ class Program(Step):
 
     def run(self, slots: Slots, p: Words, i: int, /) -> int:
         """Run the instruction at `i`."""
-        if any(run is not part.run for run, part in zip(self.runs, self.parts)):
+        if self._in_turns or any(run is not part.run for run, part in zip(self.runs, self.parts)):
             self._run_parts(slots, p, i, 0, {})
             return i + self.length
         try:
@@ -106,11 +104,12 @@ class Program(Step):
         i: int,
         start: int,
         refs: dict[Name, int],
-        error: Exception | None = None,
+        error: BaseException | None = None,
+        every: bool = False,
     ) -> None:
         """Run the instructions from `start` on, each as a template of its own.
 
-        The one at `start` fails with `error`, if that is given.
+        The one at `start` fails with `error`, if that is given, and with `every` all of them do.
         """
         definition, state, outer = self._definition, self._state, self._state.work(p)
         segment = Segment(outer.segment.seq, outer.segment.start + i, [], [], [])
@@ -129,7 +128,7 @@ class Program(Step):
                 if part.kin is not None:
                     kin = instruction.kin
                     words.append(None if kin is None else [self._word(name, p, i, refs) for name in kin])
-                if error is not None and at == start:
+                if error is not None and (every or at == start):
                     part.drop(slots, words, 0, error)
                 else:
                     self.runs[instruction.row](slots, words, 0)
@@ -159,6 +158,9 @@ class Program(Step):
 
     def drop(self, slots: Slots, p: Words, i: int, error: BaseException, /) -> int:
         """Poison what the program would have made or written."""
+        if self._in_turns:
+            self._run_parts(slots, p, i, 0, {}, error, every=True)
+            return i + self.length
         state = self._state
         cause = state.failure(p, i, error, self.name, "")
         for kind, what in self._written:
@@ -174,7 +176,7 @@ class Program(Step):
         return i + self.length
 
 
-def _require_sense(definition: Definition, parts: Sequence[Template]) -> None:
+def _require_sense(definition: Definition, parts: Sequence[Step]) -> None:
     """Raise `ProtocolError` unless each instruction has the words of its template, and values that exist."""
     made: set[Name] = set()
     for instruction in definition.instructions:
@@ -201,7 +203,7 @@ def _require_known(instruction: Instruction, made: set[Name], definition: Defini
             raise ProtocolError(f"a program reads {kind} {what!r:.20}, which is not there")
 
 
-def _written(definition: Definition, parts: Sequence[Template]) -> list[Name]:
+def _written(definition: Definition, parts: Sequence[Step]) -> list[Name]:
     """Return the arguments and held values that a program writes, also through views."""
     bases: dict[Name, set[Name]] = {}
     found: dict[Name, None] = {}

@@ -46,6 +46,7 @@ from ..log.state import Send, State, Tell
 from ..log.turns import Turn, Turns
 from ..log.waits import Waits
 from ..machine.devices import Devices
+from ..programs.definition import Row
 from ..programs.program import Program
 from ..publishing.published import Others, Published, Shelf
 from ..python.agent import Agent
@@ -398,12 +399,15 @@ class Executor:
         if name.startswith(PREFIX):
             step: Step = Collective(name, args, real, self.joint.take_part)
         elif name == PROGRAM:
-            step = Program(args, state, self._called)
+            step = Program(args, state, self._own_template)
         else:
-            call = self._called(name)
-            step = template = Template(name, call, args, kwargs, results, real, state.fail)
+            step = template = self._own_template(Row(name, args, kwargs, results))
             note_writes(template, args)
         self.chain.add(state, number, step)
+
+    def _own_template(self, row: Row) -> Template:
+        state, call = self.state, self._called(row.name)
+        return Template(row.name, call, row.args, row.kwargs, row.results, state.devices.real, state.fail)
 
     def _called(self, name: str) -> Operator:
         """Return what a template calls. After a space its name has what the user calls it."""
@@ -427,19 +431,27 @@ class Executor:
         if name.startswith(PREFIX):
             self.chain.add(mesh, number, along(mesh, name, args, real, self.joint.take_part, state.spread))
             return
-        call, lanes = self._called(name), []
+        if name == PROGRAM:
+            step: Step = Program(args, state, partial(self._member_template, mesh))
+        else:
+            step = self._member_template(mesh, Row(name, args, kwargs, results))
+        self.chain.add(mesh, number, step)
+
+    def _member_template(self, mesh: MeshState, row: Row) -> Step:
+        """Return what runs an instruction of a mesh for its members here."""
+        state, real = self.state, self.state.devices.real
+        call, lanes = self._called(row.name), []
         for k in range(len(mesh.devices)):
-            own = [mesh.member_device(pattern, k) for pattern in args]
-            named = {key: mesh.member_device(value, k) for key, value in kwargs.items()}
-            lanes.append(Template(name, call, own, named, results, real, state.fail))
+            own = [mesh.member_device(pattern, k) for pattern in row.args]
+            named = {key: mesh.member_device(value, k) for key, value in row.kwargs.items()}
+            lanes.append(Template(row.name, call, own, named, row.results, real, state.fail))
             note_writes(lanes[-1], own)
         if len(lanes) == 1:
-            self.chain.add(mesh, number, lanes[0])
-            return
+            return lanes[0]
         # On a CPU (or where it simulates GPUs) the members share one generator; real GPUs have one each.
         on = [real(torch.device(d)) for d in mesh.devices]
         shared = all(device.type == "cpu" for device in on) and may_draw(lanes[0])
-        self.chain.add(mesh, number, Lanes(lanes, on, state.spread, mesh.generators if shared else None))
+        return Lanes(lanes, on, state.spread, mesh.generators if shared else None)
 
     def close(self) -> None:
         """Drop what no stream has begun: the master is gone (the reader)."""

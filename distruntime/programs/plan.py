@@ -21,7 +21,7 @@ from .layout import Layout, is_new, kept_behind
 from .parts import Values
 from .reach import Reach
 from .recording import Name
-from .run import Run
+from .run import Run, laid_out
 
 
 @dataclass
@@ -81,7 +81,13 @@ class Plan:
                 self._leaves.append(("argument", int(one.name[1]), False, None))
             else:
                 self._leaves.append(("fixed", 0, False, leaf))
-        self._single = len(self._leaves) == 1 and self._leaves[0][0] == "made" and run.tree.is_leaf()
+        self._laid_out = any(one.layout is not None for one in run.returned)
+        self._single = (
+            not self._laid_out
+            and len(self._leaves) == 1
+            and self._leaves[0][0] == "made"
+            and run.tree.is_leaf()
+        )
         layout = Layout(recording, kept, numbers, returned, paths, found.leaves, found.memories)
         self._acts, self._over, self._bridges = layout.acts, layout.over, layout.bridges
         self._specs = layout.specs
@@ -154,6 +160,8 @@ class Plan:
                 found.append(given(made[k], self.name, graph))  # type: ignore[index]
             else:
                 found.append(leaves[k] if kind == "argument" else leaf)  # type: ignore[index]
+        if self._laid_out:
+            found = [laid_out(leaf, one.layout) for leaf, one in zip(found, self.run.returned)]
         return tree_unflatten(found, self.run.tree)
 
 

@@ -21,13 +21,15 @@ from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD
 from .plan import Found, Plan
-from .reach import PLAIN, Reach
+from .reach import PLAIN, Reach, local_of
 from .recording import Name, record
 from .run import (
     Run,
     Stripped,
     dressed,
     handle_of,
+    laid_out,
+    layout_of,
     require_unchanged,
     returned_from,
     state_behind,
@@ -137,6 +139,12 @@ class Program(Generic[P, R]):
             for k, leaf in enumerate(leaves)
             if not isinstance(leaf, (DistributedTensor, *PLAIN))
         ]
+        # A mesh keeps what each member's rank is. The layouts of DTensors read it.
+        roots += [
+            (f"the ranks {key}", tensor)
+            for mesh in session.meshes
+            for key, tensor in mesh.residence().numbers.items()
+        ]
         before = Reach(roots)
         floats = before.floats()
         floats.update({f"argument {k}": leaf for k, leaf in enumerate(leaves) if type(leaf) is float})
@@ -155,7 +163,7 @@ class Program(Generic[P, R]):
         versions = [(tensor, _version(tensor)) for tensor in known]
         gradients = [
             (k, leaf, leaf.grad)
-            for k, leaf in enumerate(leaves)
+            for k, leaf in enumerate(tree_flatten((args, kwargs))[0])
             if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad
         ]
         tapes: list[tuple[Log, Tape]] = []
@@ -231,6 +239,7 @@ class Program(Generic[P, R]):
             plan.guards.settle()
             self.why = "it was recorded, and agrees with one before: the next call is replayed"
         recording.settle()
+        given = [laid_out(leaf, one.layout) for leaf, one in zip(given, run.returned)]
         return tree_unflatten(given, run.tree)  # type: ignore[no-any-return]
 
     def _same(self, signature: object, run: Run) -> Run | None:
@@ -275,7 +284,7 @@ class Program(Generic[P, R]):
     ) -> None:
         if len(session.logs) != len(tapes):
             raise not_in_a_program("make a mesh", "make it before")
-        now, _ = tree_flatten((args, kwargs))
+        now = [_local(leaf) for leaf in tree_flatten((args, kwargs))[0]]
         if len(now) != len(leaves) or any(a is not b for a, b in zip(now, leaves)):
             raise not_in_a_program("change the lists and dictionaries of its arguments", "return new ones")
         for k, leaf, gradient in gradients:
@@ -301,7 +310,12 @@ def _signature(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[lis
     if not flat or any(not isinstance(leaf, (DistributedTensor, *PLAIN)) for leaf in leaves):
         leaves, tree = tree_flatten((args, kwargs))
         key.append(tree)
-    for leaf in leaves:
+    for k, leaf in enumerate(leaves):
+        layout = None if type(leaf) is DistributedTensor else layout_of(leaf)
+        if layout is not None:
+            key += (layout, leaf.requires_grad)  # type: ignore[attr-defined]
+            leaf = _local(leaf)
+            leaves = [*leaves[:k], leaf, *leaves[k + 1 :]]
         if type(leaf) is DistributedTensor:
             handle = leaf._handle
             key += (handle.spec, handle.place, leaf.requires_grad)
@@ -325,6 +339,12 @@ def _signature(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[lis
         else:
             key.append(_Is(leaf))
     return leaves, tuple(key)
+
+
+def _local(leaf: object) -> object:
+    """Return the tensor of the members of a DTensor, and anything else as it is."""
+    local = local_of(leaf)
+    return local if isinstance(local, DistributedTensor) else leaf
 
 
 class _Is:

@@ -109,6 +109,9 @@ def covered(line: Line) -> Iterator[Note]:
 
     def note(between: Between, reads: Sequence[Handle]) -> None:
         operands = [(handle.spec, handle.place) for handle in reads]
+        # A wait for another node is not sent at once, and its words belong to this.
+        for log in between.logs:
+            log.flush()
         _notes.found.append(Noted(at, between, current_streams.get(), operands, line))
 
     recorded.covered = True

@@ -62,7 +62,7 @@ def upload(
     if recorded.name and not tensor.numel() and (into is not None or place.number != UNNUMBERED):
         # There is no data. Libraries begin a cache so.
         empty: Any = None if into else torch.empty(tensor.shape, dtype=tensor.dtype, device=place.device)
-        return into or empty._handle  # type: ignore[no-any-return]
+        return into or empty._handle
     if recorded.name and not recorded.lenient:
         raise not_in_a_program(
             "hold data of this process, as each replay would send the same",

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils._pytree import tree_unflatten
 
-from ..log.current import current_streams
+from ..log.current import current_device, current_mesh, current_node, current_streams
 from ..log.handle import Handle, Storage
 from ..log.line import user_line
 from ..log.log import Log
+from ..session.session import session_of_log
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT
 from .changing import explained, numbers_of
@@ -94,6 +95,9 @@ class Plan:
         self.logs: Sequence[Log] = layout.logs
         # It is one of these streams that it names, and the others are current in each call.
         self._streams = dict(layout.current) if recording.several else None
+        # What it makes anew goes to the place that was current.
+        self._places = session_of_log(self.logs[0]).places
+        self._context, self._place = self._now(), self._places.current()
         # It was compared with a recording behind so many replays.
         self.replays = self.verified = 0
 
@@ -107,7 +111,19 @@ class Plan:
                 return False
         if self._streams is not None and dict(current_streams.get()) != self._streams:
             return False
-        return self.guards.holds()
+        return self._at_its_place() and self.guards.holds()
+
+    def _now(self) -> tuple[object, ...]:
+        return current_node.get(), current_device.get(), current_mesh.get(), self._places.default
+
+    def _at_its_place(self) -> bool:
+        """Whether a new tensor would go where it went when this was recorded."""
+        context = self._now()
+        if context != self._context:
+            if self._places.current() is not self._place:
+                return False
+            self._context = context
+        return True
 
     def missed(self, leaves: Sequence[object]) -> str:
         """Say why it does not fit."""
@@ -119,6 +135,8 @@ class Plan:
                 return f"argument {k} was a tensor that the function finds by itself, and is another one now"
         if self._streams is not None and dict(current_streams.get()) != self._streams:
             return "another stream is current, and the program uses several"
+        if not self._at_its_place():
+            return f"the current place was {self._place.place}, and is another one now"
         return self.guards.missed()
 
     def usable(self) -> bool:

@@ -232,6 +232,20 @@ def test_grad_mode_autocast_and_the_default_dtype_are_seen(x: torch.Tensor) -> N
     assert {product(x).dtype for _ in range(4)} == {torch.float32}
 
 
+def test_another_current_place(x: torch.Tensor) -> None:
+    program = dr.program(lambda: torch.ones(2, device=REMOTE) * 2)
+    for k in range(12):
+        with dr.node(k % 2):
+            assert program().place.node == k % 2
+    assert program.replays == 8
+    try:
+        dr.set_place(1)
+        assert program().place.node == 1
+    finally:
+        dr.set_place(0)
+    assert [program().place.node for _ in range(3)] == [0] * 3
+
+
 def test_a_tensor_that_is_also_an_argument(x: torch.Tensor) -> None:
     w = torch.ones(3, device=REMOTE)
     program = dr.program(lambda a: a + w)

@@ -36,6 +36,7 @@ class Layout:
         paths: Paths,
         leaves: Sequence[object],
         before: Sequence[tuple[str, Storage]],
+        compile: str | None,
     ) -> None:
         self._recording, self._returned, self._paths = recording, returned, paths
         self._acts = list(recording.acts)
@@ -77,7 +78,7 @@ class Layout:
                     if self._shared(memory, act.log)
                 ]
                 memories += [(where, True) for name in mine.values() if (where := self._memory_of(name))]
-            needs = Needs(self._held, words, recording.floats, mine, results, memories)
+            needs = Needs(self._held, words, recording.floats, mine, results, memories, compile)
             stream = act.stream if recording.several else -1
             self.acts.append(Piece(act, recording, stream, needs, self._home(at, act)))
         self.logs: list[Log] = list(

@@ -18,8 +18,11 @@ from ..log.handle import Handle, Residence, Storage, next_ref
 from ..log.issue import Between, Streams, stream_at
 from ..log.line import Line, Replayed
 from ..log.log import Log, relieve
+from ..log.mesh_log import MeshLog
+from ..log.node import Node
 from ..log.order import Memory
 from ..log.spec import NO_TENSOR, Spec
+from ..tensors.worker_functions import read_function
 from ..wire.messages import ARGUMENT, FLOAT, HELD, MADE, NUMBER, PROGRAM
 from .recording import Crossed, Instruction, Name, Part, Recording
 
@@ -83,6 +86,8 @@ class Needs:
     results: Sequence[Made]
     # The memories that it uses, each with whether it writes it; None where that is not known.
     memories: Sequence[tuple[Where | None, bool]] | None
+    # The worker compiles it so.
+    compile: str | None
 
 
 class Piece:
@@ -142,7 +147,8 @@ class Piece:
         # Nothing that it reads may be freed.
         self.held = [by_ref[ref] for ref in dict.fromkeys((*reads, *needs.kept))]
         self._kept = [by_ref[ref] for ref in needs.kept]
-        self._fields: list[object] = [PROGRAM, definition, {}, 0]
+        options = {} if needs.compile is None else {"compile": needs.compile}
+        self._fields: list[object] = [PROGRAM, definition, options, 0]
         self._key: bytes = msgpack.packb(self._fields)
         self._taught = Taught(self.log, self._key)
 
@@ -186,6 +192,16 @@ class Piece:
             order.checked[stream] = born[0]
             for handle in self._kept:
                 order.remake(handle, stream, born)
+
+    def compiled(self) -> str:
+        """Return what became of its compiling, on one of its workers. Block until that one is there."""
+        log = self.log
+        with log.lock:
+            number = log.template(self._key, self._fields)
+        if isinstance(log, MeshLog):
+            return str(read_function(next(iter(log.ranks)), "compiled", [number, log.number]))
+        assert isinstance(log, Node)
+        return str(read_function(log, "compiled", [number, -1]))
 
 
 class Bridge:

@@ -19,7 +19,7 @@ from .changing import explained, numbers_of
 from .graphs import given
 from .guards import Guards
 from .layout import Layout, is_new, kept_behind
-from .parts import Values
+from .parts import Piece, Values
 from .reach import Reach
 from .recording import Name
 from .run import Run, laid_out
@@ -50,7 +50,7 @@ class Found:
 class Plan:
     """A program for calls of one signature, as long as its guards hold."""
 
-    def __init__(self, run: Run, other: Run, found: Found) -> None:
+    def __init__(self, run: Run, other: Run, found: Found, compile: str | None = None) -> None:
         recording = run.recording
         self.run, self.name = run, found.name
         paths = found.after.paths
@@ -89,7 +89,7 @@ class Plan:
             and self._leaves[0][0] == "made"
             and run.tree.is_leaf()
         )
-        layout = Layout(recording, kept, numbers, returned, paths, found.leaves, found.memories)
+        layout = Layout(recording, kept, numbers, returned, paths, found.leaves, found.memories, compile)
         self._acts, self._over, self._bridges = layout.acts, layout.over, layout.bridges
         self._specs = layout.specs
         self.logs: Sequence[Log] = layout.logs
@@ -100,6 +100,11 @@ class Plan:
         self._context, self._place = self._now(), self._places.current()
         # It was compared with a recording behind so many replays.
         self.replays = self.verified = 0
+
+    def compiled(self) -> str:
+        """Return what became of its compiling. Block until what was issued before has run."""
+        found = sorted({act.compiled() for act in self._acts if isinstance(act, Piece)})
+        return "compiling" if "compiling" in found else "; ".join(found)
 
     def fits(self, leaves: Sequence[object]) -> bool:
         """Whether these arguments are of this plan, and all that it has found is as it was."""

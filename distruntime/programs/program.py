@@ -53,19 +53,32 @@ class Program(Generic[P, R]):
     was.
     """
 
-    def __init__(self, fn: Callable[P, R], verify: bool) -> None:
+    def __init__(self, fn: Callable[P, R], verify: bool, compile: str | None = None) -> None:
         functools.update_wrapper(self, fn)
-        self._fn, self._verify = fn, verify
+        self._fn, self._verify, self._compile = fn, verify, compile
         self._name = getattr(fn, "__name__", type(fn).__name__)
         self.recordings = self.replays = 0
         self.why = "it was not called yet"
         self._plans: dict[object, list[Plan]] = {}
         self._runs: dict[object, list[Run]] = {}
+        self._last: Plan | None = None
         # So many recordings in a row have agreed with none before.
         self._odd = 0
 
     def __repr__(self) -> str:
         return f"<program {self._name!r}, {self.recordings} recordings, {self.replays} replays>"
+
+    @property
+    def compiled(self) -> str:
+        """Ask the worker what the plan that was used last runs as.
+
+        "inductor" if it is compiled, "compiling" until then, an empty text if nobody has asked for that, and
+        else why it is not. A plan begins to compile with its first replay. Blocks until what was issued
+        before has run.
+        """
+        if not self._compile:
+            return ""
+        return "no call was replayed yet" if self._last is None else self._last.compiled()
 
     def __get__(self, owner: object, kind: type | None = None) -> object:
         return self if owner is None else types.MethodType(self, owner)
@@ -98,6 +111,7 @@ class Program(Generic[P, R]):
                         signature, args, kwargs, leaves, "it was recorded again to compare", plan
                     )
                 found = plan.replay(leaves, numbers)
+                self._last = plan
                 self.replays += 1
                 self.why = ""
                 return found  # type: ignore[return-value]
@@ -230,6 +244,7 @@ class Program(Generic[P, R]):
                     {f"argument {k}": k for k, leaf in enumerate(leaves) if type(leaf) is float},
                     memories,
                 ),
+                self._compile,
             )
             if expected is not None:
                 plan.replays = plan.verified = expected.replays
@@ -369,18 +384,18 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 @overload
-def program(fn: Callable[P, R], *, compile: None = None, verify: bool = False) -> Program[P, R]: ...
+def program(fn: Callable[P, R], *, compile: str | None = None, verify: bool = False) -> Program[P, R]: ...
 
 
 @overload
 def program(
-    fn: None = None, *, compile: None = None, verify: bool = False
+    fn: None = None, *, compile: str | None = None, verify: bool = False
 ) -> Callable[[Callable[P, R]], Program[P, R]]: ...
 
 
 @without_our_frames
 def program(
-    fn: Callable[P, R] | None = None, *, compile: object = None, verify: bool = False
+    fn: Callable[P, R] | None = None, *, compile: str | None = None, verify: bool = False
 ) -> Program[P, R] | Callable[[Callable[P, R]], Program[P, R]]:
     """Make a program of a function: its first calls are recorded, later ones travel as one instruction each.
 
@@ -389,7 +404,8 @@ def program(
 
     Args:
         fn: the function, of remote tensors and plain values. Without it, a decorator is returned.
-        compile: must be None. Compiled programs are not there yet.
+        compile: "inductor" lets the worker compile it, beside the first replays, which run as they are. Its
+            results differ from eager's in the last digits. `compiled` says how far that is.
         verify: record again at calls 2, 4, 8 and so on, and compare.
 
     Returns at once. A recorded call waits for a worker that is still to confirm what new operators
@@ -398,13 +414,13 @@ def program(
     Raises:
         NotSupportedError: from a call: the function does what no replay can do. The text names the line.
     """
-    if compile is not None:
+    if compile not in (None, "inductor"):
         raise NotSupportedError(
-            f"dr.program(compile={compile!r}): compiled programs are not there yet. Leave it out: a replay "
-            "runs as straight-line code on the worker"
+            f'dr.program(compile={compile!r}): there is "inductor". Or leave it out: a replay runs as '
+            "straight-line code on the worker"
         )
     if fn is None:
-        return lambda function: Program(function, verify)
+        return lambda function: Program(function, verify, compile)
     if not callable(fn):
         raise UsageError(f"dr.program takes a function, got {type(fn).__name__}")
-    return Program(fn, verify)
+    return Program(fn, verify, compile)

@@ -427,9 +427,10 @@ def test_no_graph_leaves_a_program_not_even_the_first_time(x: torch.Tensor) -> N
         assert not program(x).requires_grad
 
 
-def test_compile_is_not_there_yet() -> None:
-    with pytest.raises(dr.NotSupportedError, match="not there yet"):
-        dr.program(lambda x: x, compile="inductor")  # type: ignore[call-overload]
+@pytest.mark.parametrize("how", ["cudagraphs", "inducter", True])
+def test_a_program_is_compiled_by_inductor_or_not_at_all(how: Any) -> None:
+    with pytest.raises(dr.NotSupportedError, match='there is "inductor"'):
+        dr.program(lambda x: x, compile=how)
 
 
 def test_verify_finds_what_nobody_can_see(x: torch.Tensor, tmp_path: Path) -> None:

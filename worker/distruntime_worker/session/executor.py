@@ -29,6 +29,7 @@ from distruntime.wire.messages import (
     OpenStream,
     Plain,
     Segment,
+    Warned,
 )
 from distruntime.wire.shared import Attached
 
@@ -56,7 +57,7 @@ from ..python.running import Around
 from ..values import functions
 from ..values.draws import Draws, may_draw
 from ..values.mesh_lanes import Lanes, MeshState
-from ..values.step import Operator, Own, Step
+from ..values.step import Operator, Own, Step, Words
 from ..values.streams import Mesh, Stream, Work
 from ..values.template import Template, operator
 
@@ -112,6 +113,7 @@ class Executor:
         )
         own: dict[str, Operator] = {"members": partial(Members, here), "agent": partial(Agent, here)}
         self._functions = {**_FUNCTIONS, **Calls(refused, devices.real, self.around, own).table}
+        self._functions["distruntime::compiled"] = self._compiled
         self.chain = Chain(state, self.draws)
         self.shelf = Shelf(state, published or Published(""), others, self.chain.read_only)
         state.own.update(Instructions(state, shared).table)
@@ -399,7 +401,7 @@ class Executor:
         if name.startswith(PREFIX):
             step: Step = Collective(name, args, real, self.joint.take_part)
         elif name == PROGRAM:
-            step = Program(args, state, self._own_template)
+            step = Program(args, kwargs.get("compile"), state, self._own_template, self._warn)
         else:
             step = template = self._own_template(Row(name, args, kwargs, results))
             note_writes(template, args)
@@ -408,6 +410,17 @@ class Executor:
     def _own_template(self, row: Row) -> Template:
         state, call = self.state, self._called(row.name)
         return Template(row.name, call, row.args, row.kwargs, row.results, state.devices.real, state.fail)
+
+    def _warn(self, p: Words, i: int, text: str) -> None:
+        """Warn at the master, of the instruction at `i` (its stream's thread)."""
+        segment = self.state.work(p).segment
+        self.state.send(Warned(segment.seq, segment.start + i, "UserWarning", text), None)
+
+    def _compiled(self, number: int, mesh: int) -> str:
+        """Return what became of the compiling of a program: a template of a mesh's, or of our own."""
+        log = self.state if mesh == -1 else self.state.meshes.get(mesh)
+        step = None if log is None else log.info.get(number)
+        return step.compiled if isinstance(step, Program) else ""
 
     def _called(self, name: str) -> Operator:
         """Return what a template calls. After a space its name has what the user calls it."""
@@ -432,7 +445,8 @@ class Executor:
             self.chain.add(mesh, number, along(mesh, name, args, real, self.joint.take_part, state.spread))
             return
         if name == PROGRAM:
-            step: Step = Program(args, state, partial(self._member_template, mesh))
+            own = partial(self._member_template, mesh)
+            step: Step = Program(args, kwargs.get("compile"), state, own, self._warn)
         else:
             step = self._member_template(mesh, Row(name, args, kwargs, results))
         self.chain.add(mesh, number, step)

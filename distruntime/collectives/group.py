@@ -29,6 +29,7 @@ from ..log.log import Log
 from ..log.moment import at_one_moment
 from ..log.node import Node
 from ..log.spec import NO_TENSOR
+from ..log.tape import unrecorded
 from ..session.meeting import Meeting
 from ..session.requests import Request
 from ..session.session import Session, active_session
@@ -150,6 +151,10 @@ class Groups:
         self, homes: Sequence[Residence], backend: str | None = None, timeout: float | None = None
     ) -> ProcessGroup:
         """Make a group. Block until every member has joined, at most half a minute; see `new_group`."""
+        with unrecorded():
+            return self._open(homes, backend, timeout)
+
+    def _open(self, homes: Sequence[Residence], backend: str | None, timeout: float | None) -> ProcessGroup:
         session, limit = self.session, GROUP.get() if timeout is None else timeout
         session.require_open()
         for home in homes:
@@ -203,7 +208,10 @@ class Groups:
     def between(self, one: Residence, two: Residence) -> ProcessGroup:
         """Return the group of two places that copies between them use, made at the first."""
         here, there = sorted((one, two), key=lambda home: (home.place.node, home.place.local_device))
-        if self.channels.name_for([here, there], None) not in OF_DEVICES.values():
+        # The first use may ask the workers.
+        with unrecorded():
+            name = self.channels.name_for([here, there], None)
+        if name not in OF_DEVICES.values():
             # There is one group for each pair of nodes, whatever the devices. It needs no numbers of places,
             # and there are few of those.
             here, there = (

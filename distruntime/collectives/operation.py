@@ -12,14 +12,15 @@ from collections.abc import Sequence
 import msgpack
 
 from ..errors import NotSupportedError, UsageError
-from ..log.handle import Handle, Residence
-from ..log.issue import issue_joint
-from ..log.line import user_line
+from ..log.handle import Handle, Residence, new_value
+from ..log.issue import Between, covered, issue_joint
+from ..log.line import Line, user_line
 from ..log.log import relieve
 from ..log.moment import at_one_moment
 from ..log.node import Node
 from ..log.read_only import require_writable
 from ..log.spec import operand_fields
+from ..log.tape import cuts
 from ..wire.data_channel import Reduction
 from .group import ProcessGroup, groups_of
 from .splits import NO_SPLITS, ByteSplits
@@ -46,8 +47,27 @@ def issue_operation(
     The caller has checked what it can check. Nothing is sent to members on lost nodes. They fail with
     their node.
     """
-    group.require()
     line = user_line()
+    if cuts():
+        options = inplace, root, reduction, splits
+        with covered(line) as note:
+            _issue(group, operation, parts, *options, line)
+            note(*_between(group, operation, parts, *options))
+    else:
+        _issue(group, operation, parts, inplace, root, reduction, splits, line)
+
+
+def _issue(
+    group: ProcessGroup,
+    operation: str,
+    parts: Sequence[Operands],
+    inplace: bool,
+    root: int,
+    reduction: Reduction | None,
+    splits: ByteSplits,
+    line: Line,
+) -> None:
+    group.require()
     op, factor = (None, None) if reduction is None else (reduction.name, reduction.factor)
     if inplace:
         require_writable([h.storage for _, outs in parts for h in outs], line)
@@ -116,6 +136,44 @@ def issue_operation(
     at_one_moment(group.session, issue)
     for node in group.own:
         relieve(node)
+
+
+def _between(
+    group: ProcessGroup,
+    operation: str,
+    parts: Sequence[Operands],
+    inplace: bool,
+    root: int,
+    reduction: Reduction | None,
+    splits: ByteSplits,
+) -> tuple[Between, list[Handle]]:
+    """Return what issues the operation again in a program, and what it reads."""
+    reads = [h for ins, outs in parts for h in ((*ins, *outs) if inplace else ins)]
+    makes = [] if inplace else [h for _, outs in parts for h in outs]
+    shape = [(len(ins), [(h.spec, h.place) for h in outs]) for ins, outs in parts]
+
+    def again(given: Sequence[Handle], line: Line) -> Sequence[Handle]:
+        values, fresh, now = iter(given), list[Handle](), list[Operands]()
+        for inputs, outputs in shape:
+            ins = [next(values) for _ in range(inputs)]
+            outs = [next(values) if inplace else new_value(*output) for output in outputs]
+            now.append((ins, outs))
+            fresh += outs
+        _issue(group, operation, now, inplace, root, reduction, splits, line)
+        return [] if inplace else fresh
+
+    specs = tuple((count, tuple(spec for spec, _ in outs)) for count, outs in shape)
+    between = Between(
+        operation,
+        (group.number, inplace, root, reduction, splits, specs),
+        list(group.own),
+        [h.ref for h in reads],
+        [h.ref for h in makes],
+        [h.storage for h in makes],
+        again,
+        broken=lambda: group.broken or ("a group was closed" if group.closed else None),
+    )
+    return between, reads
 
 
 def _require_written(operation: str, parts: Sequence[Operands]) -> None:

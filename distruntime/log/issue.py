@@ -5,20 +5,24 @@ Every way of calling a worker ends here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ..wire.codec import Buffer
 from ..wire.link import Delivery
-from .current import current_streams
+from .current import StreamOfPlace, current_streams
 from .handle import Handle, Residence, Storage
 from .line import Line
 from .log import Log
 from .order import Memory, Use
 from .read_only import require_writable
-from .spec import NO_TENSOR
+from .spec import NO_TENSOR, Spec
+from .tape import recorded, tick
 
 _DRAWS = torch.Tag.nondeterministic_seeded
 
@@ -35,6 +39,86 @@ def stream_at(place: Residence) -> int:
     """Return the number of the current stream of a place."""
     entered = current_streams.get().get((place.place.node, place.place.local_device))
     return entered.number if entered is not None and entered.residence.node is place.node else 0
+
+
+Streams = Mapping[tuple[int, str], StreamOfPlace]
+
+
+@dataclass(frozen=True)
+class Between:
+    """What a program issues that names more than one stream of one log: a copy, a collective, an event.
+
+    A program is cut there, and `again` issues it as it was issued while it was recorded.
+    """
+
+    # The name of its kind, and all that two of them must agree in to be the same.
+    kind: str
+    key: tuple[object, ...]
+    logs: Sequence[Log]
+    # These are the refs of what it reads, and of what it makes, and the memory of the latter.
+    reads: Sequence[int]
+    makes: Sequence[int]
+    storages: Sequence[Storage]
+    # It takes the values that are read, and returns those that are made.
+    again: Callable[[Sequence[Handle], Line], Sequence[Handle]]
+    # An object that it gives a new state, or whose state it reads: an event.
+    sets: object = None
+    uses: object = None
+    # It says why it cannot be issued again, or nothing.
+    broken: Callable[[], str | None] = lambda: None
+
+
+class Noted(NamedTuple):
+    """A `Between`, the streams that were current, and the specs of what it reads."""
+
+    tick: int
+    between: Between
+    streams: Streams
+    operands: Sequence[tuple[Spec, Residence]]
+    line: Line
+
+
+class _Notes(threading.local):
+    """What this thread's program has issued between its parts."""
+
+    found: list[Noted]
+
+
+_notes = _Notes()
+
+
+@contextmanager
+def noting() -> Iterator[list[Noted]]:
+    """Let what this thread issues between a program's parts be noted in the list, until the block ends."""
+    found: list[Noted] = []
+    _notes.found = found
+    try:
+        yield found
+    finally:
+        _notes.found = []
+
+
+# It notes a `Between` that was issued, and what that has read.
+Note = Callable[[Between, Sequence[Handle]], None]
+
+
+@contextmanager
+def covered(line: Line) -> Iterator[Note]:
+    """Let what the block issues be noted as one `Between`, which the block says at its end."""
+    at = tick()
+
+    def note(between: Between, reads: Sequence[Handle]) -> None:
+        operands = [(handle.spec, handle.place) for handle in reads]
+        # A wait for another node is not sent at once, and its words belong to this.
+        for log in between.logs:
+            log.flush()
+        _notes.found.append(Noted(at, between, current_streams.get(), operands, line))
+
+    recorded.covered = True
+    try:
+        yield note
+    finally:
+        recorded.covered = False
 
 
 def issue(

@@ -183,6 +183,8 @@ def text_of_part(line: Line | None, part: int) -> str:
     """Return the line of an instruction; of one of a program, its own line and the one that replayed it."""
     text = line_text(line)
     call = None if line is None else line[1]
+    if isinstance(call, Replayed) and len(call.lines) == 1:
+        part = 0
     if not isinstance(call, Replayed) or not 0 <= part < len(call.lines):
         return text
     return f"{line_text(call.lines[part])}\n  in the program {call.name!r}, replayed at {text}"

@@ -10,12 +10,13 @@ that follows from earlier ones is not issued again. See docs/streams.md for the 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from ..wire.messages import RELEASE, WAIT
 from .line import Line
 from .stretches import Stretchable, StretchedLog, put
+from .tape import Tape
 
 # So many snapshots of a stream's clock are kept. An older position counts as the oldest of them, which only
 # costs a wait too many.
@@ -61,6 +62,7 @@ class Ordered(Stretchable, Protocol):
     executed: int
     enough: int
     asynchronous: bool
+    tapes: list[Tape]
 
     def flush(self) -> None:
         """Send what has gathered."""
@@ -121,7 +123,7 @@ class Order:
         stream: int,
         words: Sequence[object],
         fresh: Sequence[Value],
-        operands: Iterable[Value],
+        operands: Sequence[Value],
         written: Sequence[Memory],
         line: Line,
     ) -> Line:
@@ -162,6 +164,8 @@ class Order:
         born = (end, line[1], line[2])
         node.line_table.append(born)
         self.last[stream] = end
+        for tape in node.tapes:
+            tape.touch(end, fresh, operands, written)
         for use in uses:
             use.readers[stream] = end
         for storage in written:
@@ -189,6 +193,17 @@ class Order:
         if use is None:
             use = storage.order = Use(0, {0: self._since})
         return use
+
+    def remake(self, handle: Value, stream: int, born: Line) -> None:
+        """Note that a stream has put another value under a name: from now on it is that stream's."""
+        maker = self._makers.pop(handle.ref, 0)
+        if maker != stream:
+            self._users[handle.ref] = self._users.get(handle.ref, 0) | 1 << maker
+            if stream:
+                self._makers[handle.ref] = stream
+        elif stream:
+            self._makers[handle.ref] = stream
+        handle.born = born
 
     def note_use(self, handle: Value, stream: int) -> None:
         """Note that `stream` uses a value: it is freed after what that stream has been given until then."""

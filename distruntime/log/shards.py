@@ -8,15 +8,30 @@ from collections.abc import Sequence
 from ..errors import InternalError
 from ..wire.messages import GIVE, TAKE
 from .handle import Handle, Residence, Storage, next_ref
-from .issue import issue_joint
-from .line import user_line
+from .issue import Between, covered, issue_joint
+from .line import Line, user_line
 from .mesh_log import MeshLog
 from .spec import NO_TENSOR
+from .tape import cuts
 
 
-def member_of(handle: Handle, k: int) -> Handle:
+def member_of(handle: Handle, k: int, line: Line | None = None) -> Handle:
     """Return the value of a mesh's `k`-th member, at that member's own place. Return at once."""
-    mesh_log = handle.place.node
+    mesh_log, line = handle.place.node, line or user_line()
+    if cuts():
+        with covered(line) as note:
+            found = member_of(handle, k, line)
+            between = Between(
+                "member",
+                (k,),
+                [mesh_log, found.place.node],
+                [handle.ref],
+                [found.ref],
+                [found.storage],
+                lambda given, at: [member_of(given[0], k, at)],
+            )
+            note(between, [handle])
+        return found
     if not isinstance(mesh_log, MeshLog):
         raise InternalError(f"{handle.place.place} is no mesh, and has no members")
     node, lane = mesh_log.lanes[k]
@@ -26,17 +41,42 @@ def member_of(handle: Handle, k: int) -> Handle:
     taken = Handle(next_ref(), handle.spec, place, _part(mesh_log, handle.storage, k))
     with node.lock:
         given = (handle.storage.given or {}).get(node)
-        issue_joint([TAKE, handle.ref, lane, taken.ref], [taken], (), (), [place], given, user_line())
+        issue_joint([TAKE, handle.ref, lane, taken.ref], [taken], (), (), [place], given, line)
     return taken
 
 
 def mesh_of(
-    mesh_log: MeshLog, home: Residence, handles: Sequence[Handle], into: Handle | None = None
+    mesh_log: MeshLog,
+    home: Residence,
+    handles: Sequence[Handle],
+    into: Handle | None = None,
+    line: Line | None = None,
 ) -> Handle:
     """Return a mesh's value made of its members' values, which have one spec. Return at once.
 
     With `into`, make them the value of that one.
     """
+    line = line or user_line()
+    if cuts():
+        with covered(line) as note:
+            found = mesh_of(mesh_log, home, handles, into, line)
+            reads, fresh, count = [*handles, *([] if into is None else [into])], into is None, len(handles)
+
+            def again(given: Sequence[Handle], at: Line) -> Sequence[Handle]:
+                made = mesh_of(mesh_log, home, given[:count], None if fresh else given[-1], at)
+                return [made] if fresh else []
+
+            between = Between(
+                "shards",
+                (count, fresh),
+                [mesh_log, *mesh_log.ranks],
+                [h.ref for h in reads],
+                [found.ref] if fresh else [],
+                [found.storage] if fresh else [],
+                again,
+            )
+            note(between, reads)
+        return found
     spec = handles[0].spec
     storage = whole_of(mesh_log, handles)
     if storage is None:
@@ -45,7 +85,6 @@ def mesh_of(
         for h in handles:
             h.storage.whole = {**(h.storage.whole or {}), mesh_log: weakref.ref(storage)}
     whole = Handle(next_ref(), spec, home, storage) if into is None else into
-    line = user_line()
     with mesh_log.lock:
         given = whole.storage.given = whole.storage.given or {
             node: Storage(NO_TENSOR) for node in mesh_log.ranks

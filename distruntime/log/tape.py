@@ -7,7 +7,9 @@ that issues it. So the tape knows whose the words are, and other threads may iss
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
 from typing import NamedTuple, Protocol
 
 from ..errors import NotSupportedError
@@ -16,6 +18,8 @@ from .stretches import StretchedLog
 
 # A log with a tape is sent when it has more words than this.
 NOTED = -1
+# It orders what different logs get.
+tick = count().__next__
 
 
 class Taped(Protocol):
@@ -26,13 +30,39 @@ class Taped(Protocol):
     base: int
 
 
-class Piece(NamedTuple):
-    """Words that one thread has issued: the position of the first, and the streams that they are on."""
+class Value(Protocol):
+    """A handle as it is seen from here."""
 
+    @property
+    def ref(self) -> int:
+        """The number by which the worker knows the value."""
+
+    @property
+    def storage(self) -> object:
+        """The memory that it shares with its views."""
+
+
+class Piece(NamedTuple):
+    """Words that one thread has issued, and the position of the first.
+
+    `bounds` has (stream, index of its first word, index behind its last) of each stretch. A `covered` piece
+    is issued again by what stands between a program's parts.
+    """
+
+    tick: int
     own: bool
+    covered: bool
     start: int
     words: Sequence[object]
-    streams: set[int]
+    bounds: Sequence[tuple[int, int, int]]
+
+
+class Touched(NamedTuple):
+    """The memory that one instruction reads, and what it writes or makes, on a log with several streams."""
+
+    reads: Sequence[object]
+    writes: Sequence[object]
+    made: Sequence[tuple[int, object]]
 
 
 class Tape:
@@ -40,6 +70,8 @@ class Tape:
 
     def __init__(self, log: Taped) -> None:
         self._thread = threading.get_ident()
+        # The key is the position after an instruction.
+        self.touched: dict[int, Touched] = {}
         # The first word that it may note has this position.
         self.begin = self._seen = log.base + len(log.words)
         self.pieces: list[Piece] = []
@@ -52,12 +84,17 @@ class Tape:
         end = log.base + len(words)
         if end == start:
             return
-        streams = {0}
+        first = start - log.base
+        bounds = [(0, 0, end - start)]
         if isinstance(words, StretchedLog):
-            first = start - log.base
-            streams = {stream for stream, _, behind in words.bounds() if behind > first}
+            bounds = [
+                (stream, max(at - first, 0), behind - first)
+                for stream, at, behind in words.bounds()
+                if behind > first
+            ]
         own = threading.get_ident() == self._thread
-        self.pieces.append(Piece(own, start, words[start - log.base :], streams))
+        covered = own and recorded.covered
+        self.pieces.append(Piece(tick(), own, covered, start, words[first:], bounds))
         lines = log.line_table
         k = len(lines)
         while k and lines[k - 1][0] > start:
@@ -65,11 +102,21 @@ class Tape:
         self.lines += lines[k:]
         self._seen = end
 
+    def touch(
+        self, end: int, fresh: Sequence[Value], operands: Iterable[Value], written: Sequence[object]
+    ) -> None:
+        """Note which memory the instruction before position `end` uses."""
+        if threading.get_ident() == self._thread:
+            made = [(handle.ref, handle.storage) for handle in fresh]
+            self.touched[end] = Touched([handle.storage for handle in operands], written, made)
+
 
 class _Recorded(threading.local):
     """The program that this thread records; an empty name where it records none."""
 
     name = ""
+    # It is True while something is issued that is noted as a whole.
+    covered = False
     # It is True in a program's first call, which may make what is made once.
     first = False
     # It is True if the recording before has sent no data. What is made once may be sent then.
@@ -77,6 +124,21 @@ class _Recorded(threading.local):
 
 
 recorded = _Recorded()
+
+
+def cuts() -> bool:
+    """Whether what is issued now is to be noted as a whole: this thread records, and nobody notes it yet."""
+    return bool(recorded.name) and not recorded.covered
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Let this thread do what is done once, and is no part of the program that it records."""
+    name, recorded.name = recorded.name, ""
+    try:
+        yield
+    finally:
+        recorded.name = name
 
 
 def not_in_a_program(what: str, remedy: str, line: Line | None = None) -> NotSupportedError:

@@ -13,12 +13,13 @@ from ..collectives.operation import require_operation
 from ..collectives.reductions import Op, reduction, require_reduction
 from ..collectives.splits import NO_SPLITS, ByteSplits, Splits, byte_splits, transposed
 from ..errors import NodeFailed, NotSupportedError, PlacementError, UsageError
-from ..log.handle import new_value
-from ..log.issue import issue_joint
-from ..log.line import user_line
+from ..log.handle import Handle, Residence, new_value
+from ..log.issue import Between, covered, issue_joint
+from ..log.line import Line, user_line
 from ..log.log import relieve
 from ..log.moment import at_one_moment
 from ..log.spec import Spec, contiguous, operand_fields
+from ..log.tape import cuts
 from ..operators.proxies import wrap
 from ..session.session import session_of_log
 from ..tensors.tensor import DistributedTensor
@@ -84,14 +85,53 @@ def issue_along(
     if operation != "copy":
         require_operation(lines.groups[0], operation)
     home = (given or written_to)[0]._handle.place
-    made = [new_value(spec, home) for spec in specs]
-    ins, outs = [t._handle for t in given], made or [t._handle for t in written_to]
-    for handle in outs if not made else ():
-        if handle.spec.expanded:
+    for t in written_to:
+        if t._handle.spec.expanded:
             raise NotSupportedError(
-                f"{operation} into {handle.spec} that is expanded: several elements share memory; "
+                f"{operation} into {t._handle.spec} that is expanded: several elements share memory; "
                 "clone it first"
             )
+    ins, outs = [t._handle for t in given], [t._handle for t in written_to]
+
+    def put(ins: Sequence[Handle], outs: Sequence[Handle], line: Line) -> list[Handle]:
+        return _put(lines, operation, ins, outs, specs, home, root, reduction, splits, line)
+
+    line = user_line()
+    if not cuts():
+        made = put(ins, outs, line)
+    else:
+        with covered(line) as note:
+            made, count = put(ins, outs, line), len(ins)
+            between = Between(
+                operation,
+                (lines.number, bool(into), root, reduction, splits, tuple(specs)),
+                [mesh_log],
+                [h.ref for h in (*ins, *outs)],
+                [h.ref for h in made],
+                [h.storage for h in made],
+                lambda given, at: put(given[:count], given[count:], at),
+                broken=lambda: lines.broken,
+            )
+            note(between, [*ins, *outs])
+    return [wrap(DistributedTensor, handle) for handle in made] if made else written_to
+
+
+def _put(
+    lines: Lines,
+    operation: str,
+    ins: Sequence[Handle],
+    into: Sequence[Handle],
+    specs: Sequence[Spec],
+    home: Residence,
+    root: int,
+    reduction: Reduction | None,
+    splits: ByteSplits,
+    line: Line,
+) -> list[Handle]:
+    """Issue an operation along lines; return the values that it makes."""
+    mesh_log = lines.mesh_log
+    made = [new_value(spec, home) for spec in specs]
+    outs = made or into
     op, factor = (None, None) if reduction is None else (reduction.name, reduction.factor)
     options = [root, op, factor, not made, *splits]
     fields = [
@@ -105,7 +145,6 @@ def issue_along(
         {},
         0,
     ]
-    line = user_line()
     relieve(mesh_log)
 
     def issue() -> None:
@@ -117,7 +156,7 @@ def issue_along(
         issue_joint(words, made, ins if made else [*ins, *outs], written, [home], serial, line)
 
     at_one_moment(mesh_log.session, issue)
-    return [wrap(DistributedTensor, handle) for handle in made] if made else written_to
+    return made
 
 
 def perform(lines: Lines, collective: Collective, x: torch.Tensor) -> DistributedTensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import InternalError, ProtocolError
-from ..log.handle import Handle, Residence, new_value
+from ..log.handle import UNNUMBERED, Handle, Residence, new_value
 from ..log.issue import issue, issue_bytes, issue_shared
 from ..log.line import user_line
 from ..log.log import relieve
@@ -59,6 +59,10 @@ def upload(
     session = session_of_log(node)
     session.require_open()
     node.require_alive()
+    if recorded.name and not tensor.numel() and (into is not None or place.number != UNNUMBERED):
+        # There is no data. Libraries begin a cache so.
+        empty: Any = None if into else torch.empty(tensor.shape, dtype=tensor.dtype, device=place.device)
+        return into or empty._handle
     if recorded.name and not recorded.lenient:
         raise not_in_a_program(
             "hold data of this process, as each replay would send the same",

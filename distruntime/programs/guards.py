@@ -28,6 +28,7 @@ def settings() -> tuple[object, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
+        torch.utils._device.CURRENT_DEVICE,
         torch.is_autocast_enabled("remote"),
         torch.is_autocast_enabled("cpu"),
         torch.are_deterministic_algorithms_enabled(),

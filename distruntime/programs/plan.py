@@ -1,50 +1,28 @@
-"""A program that is ready for calls of one kind: what its workers learn, and how a call becomes a replay."""
+"""A program that is ready for calls of one kind: how a call becomes a replay."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MethodType
-from typing import final
 
-import msgpack
 import torch
 from torch.utils._pytree import tree_unflatten
 
-from ..errors import NotSupportedError
-from ..log.handle import Handle, Residence, Storage, next_ref
-from ..log.issue import stream_at
-from ..log.line import Line, Replayed, user_line
-from ..log.log import relieve
-from ..log.node import Node
-from ..log.spec import Spec
+from ..log.current import current_device, current_mesh, current_node, current_streams
+from ..log.handle import Handle, Storage
+from ..log.line import user_line
+from ..log.log import Log
+from ..session.session import session_of_log
 from ..tensors.tensor import DistributedTensor
-from ..wire.messages import ARGUMENT, FLOAT, HELD, MADE, NUMBER, PROGRAM
-from .changing import Number, explained, numbers_of
+from ..wire.messages import ARGUMENT
+from .changing import explained, numbers_of
 from .graphs import given
 from .guards import Guards
+from .layout import Layout, is_new, kept_behind
+from .parts import Piece, Values
 from .reach import Reach
 from .recording import Name
-from .run import Run
-
-
-@dataclass
-class Source:
-    """Where a result's memory comes from: an argument, a storage that stays, or a new one."""
-
-    argument: int | None = None
-    storage: Storage | None = None
-    root: int | None = None
-
-
-@dataclass
-class Made:
-    """A result of each replay."""
-
-    spec: Spec
-    place: Residence
-    source: Source
-    wants_grad: bool
+from .run import Run, laid_out
 
 
 @dataclass
@@ -65,18 +43,18 @@ class Found:
     pinned: Sequence[int]
     # These arguments are floats, by number.
     floats: dict[str, int] = field(default_factory=dict)
+    # The memory at each path before it.
+    memories: Sequence[tuple[str, Storage]] = ()
 
 
 class Plan:
     """A program for calls of one signature, as long as its guards hold."""
 
-    def __init__(self, run: Run, other: Run, found: Found) -> None:
+    def __init__(self, run: Run, other: Run, found: Found, compile: str | None = None) -> None:
         recording = run.recording
-        assert recording.log is not None
-        self.run, self.name, self.node = run, found.name, recording.log
-        self.weight = recording.weight
+        self.run, self.name = run, found.name
         paths = found.after.paths
-        kept = _kept(run, paths)
+        kept = kept_behind(run, paths)
         numbers, _ = explained(other.recording.floats, recording.floats, other.floats, run.floats)
         free = frozenset(path for number in numbers for form in number.forms for path in form.paths)
         by_ref = {tensor._handle.ref: tensor for tensor in paths.values()}
@@ -93,104 +71,40 @@ class Plan:
             if path not in free and isinstance(value := found.leaves[k], float)
         }
         self._pinned = [(k, _handle(found.leaves[k])) for k in found.pinned]
-        self._define(run, kept, paths, numbers)
-        self._results(run, found, kept)
-        # Nothing that it reads may be freed.
-        self._held = [by_ref[ref]._handle for ref in self._reads if ref in by_ref]
+        returned: dict[Name, Handle] = {}
+        # Each entry makes a leaf: of the values of a replay, of the arguments, or as it always is.
+        self._leaves: list[tuple[str, Name | int, bool, object]] = []
+        for one, handle, leaf in zip(run.returned, found.handles, found.given):
+            if one.name is not None and handle is not None and is_new(one.name, kept, paths):
+                returned[one.name] = handle
+                self._leaves.append(("made", one.name, one.wants_grad, None))
+            elif one.name is not None and one.name[0] == ARGUMENT:
+                self._leaves.append(("argument", int(one.name[1]), False, None))
+            else:
+                self._leaves.append(("fixed", 0, False, leaf))
+        self._laid_out = any(one.layout is not None for one in run.returned)
+        self._single = (
+            not self._laid_out
+            and len(self._leaves) == 1
+            and self._leaves[0][0] == "made"
+            and run.tree.is_leaf()
+        )
+        layout = Layout(recording, kept, numbers, returned, paths, found.leaves, found.memories, compile)
+        self._acts, self._over, self._bridges = layout.acts, layout.over, layout.bridges
+        self._specs = layout.specs
+        self.logs: Sequence[Log] = layout.logs
+        # It is one of these streams that it names, and the others are current in each call.
+        self._streams = dict(layout.current) if recording.several else None
+        # What it makes anew goes to the place that was current.
+        self._places = session_of_log(self.logs[0]).places
+        self._context, self._place = self._now(), self._places.current()
         # It was compared with a recording behind so many replays.
         self.replays = self.verified = 0
-        self._lines = recording.lines
 
-    # -- what the worker learns ------------------------------------------------------------------------------
-
-    def _define(
-        self,
-        run: Run,
-        kept: dict[int, Name],
-        paths: dict[str, DistributedTensor],
-        numbers: Sequence[Number],
-    ) -> None:
-        recording = run.recording
-        returned = [
-            one.name for one in run.returned if one.name is not None and _is_new(one.name, kept, paths)
-        ]
-        used = [name for ins in recording.body for name in (*ins.words, *(ins.kin or ()))]
-        arguments = sorted({int(k) for kind, k in (*used, *kept.values(), *returned) if kind == ARGUMENT})
-        self.operands = arguments
-        offsets = {k: 1 + n for n, k in enumerate(arguments)}
-        words = {number.word: 1 + len(arguments) + n for n, number in enumerate(numbers)}
-        reads: dict[int, None] = {}
-
-        def word(name: Name) -> list[object]:
-            kind, what = name
-            if kind == ARGUMENT:
-                return [ARGUMENT, offsets[int(what)]]
-            if kind == FLOAT:
-                k = int(what)
-                return [NUMBER, words[k]] if k in words else [FLOAT, recording.floats[k]]
-            if kind == HELD:
-                ref = paths[str(what)]._handle.ref
-                reads[ref] = None
-                return [HELD, ref]
-            return [MADE, what]
-
-        rows: dict[int, int] = {}
-        body = []
-        for ins in recording.body:
-            row = rows.setdefault(ins.template, len(rows))
-            kin = None if ins.kin is None else [word(name) for name in ins.kin]
-            body.append([row, [word(name) for name in ins.words], list(ins.makes), kin])
-        templates = [list(self.node.templates.fields(number)) for number in rows]
-        definition = [
-            templates,
-            body,
-            [[ref, word(name)] for ref, name in kept.items()],
-            [word(name) for name in returned],
-            len(arguments),
-            len(numbers),
-        ]
-        self._reads = list(dict.fromkeys((*reads, *kept)))
-        self.fields: list[object] = [PROGRAM, definition, {}, 0]
-        self.key: bytes = msgpack.packb(self.fields)
-        self._taught = Taught(self.node, self.key)
-
-    # -- what a call gets ------------------------------------------------------------------------------------
-
-    def _results(self, run: Run, found: Found, kept: dict[int, Name]) -> None:
-        """Note of each leaf that is returned how a replay makes it."""
-        paths = found.after.paths
-        fixed = {id(t._handle.storage): t._handle.storage for t in paths.values()}
-        arguments = {
-            id(leaf._handle.storage): k
-            for k, leaf in reversed(list(enumerate(found.leaves)))
-            if isinstance(leaf, DistributedTensor)
-        }
-        roots: dict[int, int] = {}
-        self._roots: list[Spec] = []
-        # Each entry makes a leaf: of the fresh ones, of the arguments, or as it always is.
-        self._leaves: list[tuple[str, int, object]] = []
-        self._made: list[Made] = []
-        for one, handle, leaf in zip(run.returned, found.handles, found.given):
-            if one.name is None or handle is None:
-                self._leaves.append(("fixed", 0, leaf))
-            elif not _is_new(one.name, kept, paths):
-                kind, what = one.name
-                argument = kind == ARGUMENT
-                self._leaves.append(("argument", int(what), None) if argument else ("fixed", 0, leaf))
-            else:
-                storage = handle.storage
-                if id(storage) in arguments:
-                    source = Source(argument=arguments[id(storage)])
-                elif id(storage) in fixed:
-                    source = Source(storage=storage)
-                else:
-                    if id(storage) not in roots:
-                        roots[id(storage)] = len(self._roots)
-                        self._roots.append(storage.spec)
-                    source = Source(root=roots[id(storage)])
-                self._leaves.append(("made", len(self._made), None))
-                self._made.append(Made(handle.spec, handle.place, source, one.wants_grad))
-        self._single = len(self._leaves) == 1 and self._leaves[0][0] == "made" and run.tree.is_leaf()
+    def compiled(self) -> str:
+        """Return what became of its compiling. Block until what was issued before has run."""
+        found = sorted({act.compiled() for act in self._acts if isinstance(act, Piece)})
+        return "compiling" if "compiling" in found else "; ".join(found)
 
     def fits(self, leaves: Sequence[object]) -> bool:
         """Whether these arguments are of this plan, and all that it has found is as it was."""
@@ -200,7 +114,21 @@ class Plan:
         for k, handle in self._pinned:
             if _handle(leaves[k]) is not handle:
                 return False
-        return self.guards.holds()
+        if self._streams is not None and dict(current_streams.get()) != self._streams:
+            return False
+        return self._at_its_place() and self.guards.holds()
+
+    def _now(self) -> tuple[object, ...]:
+        return current_node.get(), current_device.get(), current_mesh.get(), self._places.default
+
+    def _at_its_place(self) -> bool:
+        """Whether a new tensor would go where it went when this was recorded."""
+        context = self._now()
+        if context != self._context:
+            if self._places.current() is not self._place:
+                return False
+            self._context = context
+        return True
 
     def missed(self, leaves: Sequence[object]) -> str:
         """Say why it does not fit."""
@@ -210,64 +138,33 @@ class Plan:
         for k, handle in self._pinned:
             if _handle(leaves[k]) is not handle:
                 return f"argument {k} was a tensor that the function finds by itself, and is another one now"
+        if self._streams is not None and dict(current_streams.get()) != self._streams:
+            return "another stream is current, and the program uses several"
+        if not self._at_its_place():
+            return f"the current place was {self._place.place}, and is another one now"
         return self.guards.missed()
 
     def usable(self) -> bool:
-        """Whether its worker and its session are there."""
-        return self.node.failed is None and self.node.session.closed is None
+        """Whether its workers, its groups and its session are there."""
+        for log in self.logs:
+            if log.failed is not None or log.session.closed is not None:
+                return False
+        return all(bridge.between.broken() is None for bridge in self._bridges)
 
     def numbers(self, leaves: Sequence[object]) -> list[float] | None:
         """Return the numbers that this call brings; None where nobody knows which float they follow."""
         return [] if self._numbers is None else self._numbers(leaves)
 
     def replay(self, leaves: Sequence[object], numbers: Sequence[float]) -> object:
-        """Issue the program as one instruction; return what it returns. Blocks while the window is full."""
-        node = self.node
-        relieve(node)
-        line = self._line()
-        words: list[object] = [0]
-        operands: list[Handle] = []
-        for k in self.operands:
-            handle = leaves[k]._handle  # type: ignore[attr-defined]
-            operands.append(handle)
-            words.append(handle.ref)
-        words += numbers
-        roots = [Storage(spec) for spec in self._roots]
-        fresh: list[Handle] = []
-        for made in self._made:
-            source = made.source
-            if source.root is not None:
-                storage = roots[source.root]
-            elif source.storage is not None:
-                storage = source.storage
-            else:
-                storage = leaves[source.argument]._handle.storage  # type: ignore[index, attr-defined]
-            handle = Handle(next_ref(), made.spec, made.place, storage)
-            words.append(handle.ref)
-            fresh.append(handle)
-        with node.lock:
-            words[0] = node.template(self.key, self.fields)
-            node.weigh(self.weight)
-            if node.order is None:
-                born = node.append(words, line)
-                for handle in fresh:
-                    handle.born = born
-                # What it has written is read behind it, whatever that is.
-                node.checked = born[0]
-            else:
-                written = [handle.storage for handle in (*operands, *self._held)]
-                generator = node.order.generator
-                place = self._made[0].place if self._made else operands[0].place if operands else None
-                stream = 0 if place is None else stream_at(place)
-                node.order.issue(stream, words, fresh, [*operands, *self._held], [*written, generator], line)
+        """Issue the program, part by part; return what it returns. Blocks while a window is full."""
+        values, line = Values(leaves, self._specs), user_line()
+        for act, over in zip(self._acts, self._over):
+            act.issue(values, numbers, line, self.name)
+            for name in over:
+                values.made.pop(name, None)
         self._count_versions(leaves)
         self.replays += 1
-        return self._given(leaves, fresh)
-
-    def _line(self) -> Line:
-        line = user_line()
-        call = line[1]
-        return line if call is None else (0, Replayed(call, self.name, self._lines), line[2])
+        return self._given(leaves, values.made)
 
     def _count_versions(self, leaves: Sequence[object]) -> None:
         changed = self._changed
@@ -276,31 +173,19 @@ class Plan:
         if changed:
             torch.autograd.graph.increment_version(changed)
 
-    def _given(self, leaves: Sequence[object], fresh: Sequence[Handle]) -> object:
+    def _given(self, leaves: Sequence[object], made: Mapping[Name, Handle]) -> object:
         if self._single:
-            return given(fresh[0], self.name, self._made[0].wants_grad)
+            _, name, graph, _ = self._leaves[0]
+            return given(made[name], self.name, graph)  # type: ignore[index]
         found: list[object] = []
-        for kind, k, leaf in self._leaves:
+        for kind, k, graph, leaf in self._leaves:
             if kind == "made":
-                found.append(given(fresh[k], self.name, self._made[k].wants_grad))
+                found.append(given(made[k], self.name, graph))  # type: ignore[index]
             else:
-                found.append(leaves[k] if kind == "argument" else leaf)
+                found.append(leaves[k] if kind == "argument" else leaf)  # type: ignore[index]
+        if self._laid_out:
+            found = [laid_out(leaf, one.layout) for leaf, one in zip(found, self.run.returned)]
         return tree_unflatten(found, self.run.tree)
-
-
-@final
-class Taught:
-    """Stands for what a worker has learnt of a program: it forgets that when nobody holds this.
-
-    The collector may run the finalizer inside any lock, so it only appends, as that of a `Handle` does.
-    """
-
-    __slots__ = ("__del__",)
-
-    __del__: Callable[[], object]
-
-    def __init__(self, node: Node, key: bytes) -> None:
-        self.__del__ = MethodType(node.dropped.append, key)
 
 
 class _Identical:
@@ -315,27 +200,3 @@ class _Identical:
 
 def _handle(leaf: object) -> Handle | None:
     return leaf._handle if isinstance(leaf, DistributedTensor) else None
-
-
-def _is_new(name: Name, kept: dict[int, Name], paths: dict[str, DistributedTensor]) -> bool:
-    """Whether a replay gives a value that is returned a ref of its own."""
-    kind, what = name
-    if kind == MADE:
-        return True
-    return kind == HELD and str(what) in paths and paths[str(what)]._handle.ref in kept
-
-
-def _kept(run: Run, paths: dict[str, DistributedTensor]) -> dict[int, Name]:
-    """Return which value stands under each ref behind a replay, where that changes."""
-    kept: dict[int, Name] = {}
-    for path, name in run.state.items():
-        ref = paths[path]._handle.ref
-        if name[0] == HELD and paths.get(str(name[1])) is None:
-            raise NotSupportedError(
-                f"what was at {name[1]} is at {path} now: a program cannot follow that yet"
-            )
-        if name[0] == HELD and paths[str(name[1])]._handle.ref == ref:
-            continue
-        if kept.setdefault(ref, name) != name:
-            raise NotSupportedError(f"what stays at {path} is shared in a way that no program can follow yet")
-    return kept

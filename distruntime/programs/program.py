@@ -12,6 +12,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import NotSupportedError, UsageError, drop_frames, without_our_frames
+from ..log.current import current_streams
+from ..log.issue import noting
 from ..log.line import line_text, user_line
 from ..log.log import Log
 from ..log.tape import Tape, not_in_a_program, recorded
@@ -19,13 +21,15 @@ from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD
 from .plan import Found, Plan
-from .reach import PLAIN, Reach
+from .reach import PLAIN, Reach, local_of
 from .recording import Name, record
 from .run import (
     Run,
     Stripped,
     dressed,
     handle_of,
+    laid_out,
+    layout_of,
     require_unchanged,
     returned_from,
     state_behind,
@@ -49,19 +53,32 @@ class Program(Generic[P, R]):
     was.
     """
 
-    def __init__(self, fn: Callable[P, R], verify: bool) -> None:
+    def __init__(self, fn: Callable[P, R], verify: bool, compile: str | None = None) -> None:
         functools.update_wrapper(self, fn)
-        self._fn, self._verify = fn, verify
+        self._fn, self._verify, self._compile = fn, verify, compile
         self._name = getattr(fn, "__name__", type(fn).__name__)
         self.recordings = self.replays = 0
         self.why = "it was not called yet"
         self._plans: dict[object, list[Plan]] = {}
         self._runs: dict[object, list[Run]] = {}
+        self._last: Plan | None = None
         # So many recordings in a row have agreed with none before.
         self._odd = 0
 
     def __repr__(self) -> str:
         return f"<program {self._name!r}, {self.recordings} recordings, {self.replays} replays>"
+
+    @property
+    def compiled(self) -> str:
+        """Ask the worker what the plan that was used last runs as.
+
+        "inductor" if it is compiled, "compiling" until then, an empty text if nobody has asked for that, and
+        else why it is not. A plan begins to compile with its first replay. Blocks until what was issued
+        before has run.
+        """
+        if not self._compile:
+            return ""
+        return "no call was replayed yet" if self._last is None else self._last.compiled()
 
     def __get__(self, owner: object, kind: type | None = None) -> object:
         return self if owner is None else types.MethodType(self, owner)
@@ -94,6 +111,7 @@ class Program(Generic[P, R]):
                         signature, args, kwargs, leaves, "it was recorded again to compare", plan
                     )
                 found = plan.replay(leaves, numbers)
+                self._last = plan
                 self.replays += 1
                 self.why = ""
                 return found  # type: ignore[return-value]
@@ -135,6 +153,12 @@ class Program(Generic[P, R]):
             for k, leaf in enumerate(leaves)
             if not isinstance(leaf, (DistributedTensor, *PLAIN))
         ]
+        # A mesh keeps what each member's rank is. The layouts of DTensors read it.
+        roots += [
+            (f"the ranks {key}", tensor)
+            for mesh in session.meshes
+            for key, tensor in mesh.residence().numbers.items()
+        ]
         before = Reach(roots)
         floats = before.floats()
         floats.update({f"argument {k}": leaf for k, leaf in enumerate(leaves) if type(leaf) is float})
@@ -147,18 +171,20 @@ class Program(Generic[P, R]):
         names: dict[int, Name] = {ref: (HELD, path) for ref, path in paths.items()}
         names.update({ref: (ARGUMENT, k) for ref, k in arguments.items()})
         draws = LocalDraws(before.generators)
+        memories = [(path, tensor._handle.storage) for path, tensor in before.paths.items()]
+        current = current_streams.get()
         known = [*(tensor for _, tensor in before.tensors.values()), *_tensors(leaves)]
         versions = [(tensor, _version(tensor)) for tensor in known]
         gradients = [
             (k, leaf, leaf.grad)
-            for k, leaf in enumerate(leaves)
+            for k, leaf in enumerate(tree_flatten((args, kwargs))[0])
             if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad
         ]
         tapes: list[tuple[Log, Tape]] = []
         found: Stripped
         try:
             tapes += [(log, log.begin_tape()) for log in session.logs]
-            with watched(self._name, first, lenient):
+            with watched(self._name, first, lenient), noting() as notes:
                 found = stripped(self._fn(*args, **kwargs), names, self._name)  # type: ignore[arg-type]
                 # What only cycles hold is let go of now, at one place of the recording.
                 gc.collect()
@@ -170,7 +196,7 @@ class Program(Generic[P, R]):
             if not first:
                 draws.require_unused(self._name)
             self._require_plain(session, tapes, args, kwargs, leaves, gradients)
-            recording = record(tapes, names, first)
+            recording = record(tapes, notes, names, first, current)
             after = Reach(roots)
             if not first:
                 require_unchanged(before, after)
@@ -201,7 +227,7 @@ class Program(Generic[P, R]):
         odd = unsteady(before, after)
         if odd and same is not None:
             self.why = f"it left {odd} in another state than it found it in"
-        elif same is not None and recording.log is not None:
+        elif same is not None and recording.acts:
             changed = [tensor for tensor, version in versions if _version(tensor) != version]
             plan = Plan(
                 run,
@@ -216,15 +242,19 @@ class Program(Generic[P, R]):
                     [k for k, leaf in enumerate(leaves) if any(leaf is t for t in changed)],
                     [k for ref, k in arguments.items() if ref in paths],
                     {f"argument {k}": k for k, leaf in enumerate(leaves) if type(leaf) is float},
+                    memories,
                 ),
+                self._compile,
             )
             if expected is not None:
                 plan.replays = plan.verified = expected.replays
             self._keep(signature, plan, expected)
             # Whoever holds a tensor from here on is not of this call.
-            del before, after, known, versions, gradients, changed, found, handles
+            del before, after, known, memories, notes, versions, gradients, changed, found, handles
             plan.guards.settle()
             self.why = "it was recorded, and agrees with one before: the next call is replayed"
+        recording.settle()
+        given = [laid_out(leaf, one.layout) for leaf, one in zip(given, run.returned)]
         return tree_unflatten(given, run.tree)  # type: ignore[no-any-return]
 
     def _same(self, signature: object, run: Run) -> Run | None:
@@ -269,7 +299,7 @@ class Program(Generic[P, R]):
     ) -> None:
         if len(session.logs) != len(tapes):
             raise not_in_a_program("make a mesh", "make it before")
-        now, _ = tree_flatten((args, kwargs))
+        now = [_local(leaf) for leaf in tree_flatten((args, kwargs))[0]]
         if len(now) != len(leaves) or any(a is not b for a, b in zip(now, leaves)):
             raise not_in_a_program("change the lists and dictionaries of its arguments", "return new ones")
         for k, leaf, gradient in gradients:
@@ -295,7 +325,12 @@ def _signature(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[lis
     if not flat or any(not isinstance(leaf, (DistributedTensor, *PLAIN)) for leaf in leaves):
         leaves, tree = tree_flatten((args, kwargs))
         key.append(tree)
-    for leaf in leaves:
+    for k, leaf in enumerate(leaves):
+        layout = None if type(leaf) is DistributedTensor else layout_of(leaf)
+        if layout is not None:
+            key += (layout, leaf.requires_grad)  # type: ignore[attr-defined]
+            leaf = _local(leaf)
+            leaves = [*leaves[:k], leaf, *leaves[k + 1 :]]
         if type(leaf) is DistributedTensor:
             handle = leaf._handle
             key += (handle.spec, handle.place, leaf.requires_grad)
@@ -321,6 +356,12 @@ def _signature(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[lis
     return leaves, tuple(key)
 
 
+def _local(leaf: object) -> object:
+    """Return the tensor of the members of a DTensor, and anything else as it is."""
+    local = local_of(leaf)
+    return local if isinstance(local, DistributedTensor) else leaf
+
+
 class _Is:
     """An object as a part of a key: it is equal to itself only."""
 
@@ -343,18 +384,18 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 @overload
-def program(fn: Callable[P, R], *, compile: None = None, verify: bool = False) -> Program[P, R]: ...
+def program(fn: Callable[P, R], *, compile: str | None = None, verify: bool = False) -> Program[P, R]: ...
 
 
 @overload
 def program(
-    fn: None = None, *, compile: None = None, verify: bool = False
+    fn: None = None, *, compile: str | None = None, verify: bool = False
 ) -> Callable[[Callable[P, R]], Program[P, R]]: ...
 
 
 @without_our_frames
 def program(
-    fn: Callable[P, R] | None = None, *, compile: object = None, verify: bool = False
+    fn: Callable[P, R] | None = None, *, compile: str | None = None, verify: bool = False
 ) -> Program[P, R] | Callable[[Callable[P, R]], Program[P, R]]:
     """Make a program of a function: its first calls are recorded, later ones travel as one instruction each.
 
@@ -363,7 +404,8 @@ def program(
 
     Args:
         fn: the function, of remote tensors and plain values. Without it, a decorator is returned.
-        compile: must be None. Compiled programs are not there yet.
+        compile: "inductor" lets the worker compile it, beside the first replays, which run as they are. Its
+            results differ from eager's in the last digits. `compiled` says how far that is.
         verify: record again at calls 2, 4, 8 and so on, and compare.
 
     Returns at once. A recorded call waits for a worker that is still to confirm what new operators
@@ -372,13 +414,13 @@ def program(
     Raises:
         NotSupportedError: from a call: the function does what no replay can do. The text names the line.
     """
-    if compile is not None:
+    if compile not in (None, "inductor"):
         raise NotSupportedError(
-            f"dr.program(compile={compile!r}): compiled programs are not there yet. Leave it out: a replay "
-            "runs as straight-line code on the worker"
+            f'dr.program(compile={compile!r}): there is "inductor". Or leave it out: a replay runs as '
+            "straight-line code on the worker"
         )
     if fn is None:
-        return lambda function: Program(function, verify)
+        return lambda function: Program(function, verify, compile)
     if not callable(fn):
         raise UsageError(f"dr.program takes a function, got {type(fn).__name__}")
-    return Program(fn, verify)
+    return Program(fn, verify, compile)

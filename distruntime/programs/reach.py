@@ -71,6 +71,11 @@ def same(one: object, other: object) -> bool:
     return type(one) is type(other) and isinstance(one, PLAIN) and bool(one == other or one != one != other)
 
 
+def local_of(tensor: object) -> torch.Tensor | None:
+    """Return the tensor of the members that a DTensor stands for; None of anything else."""
+    return getattr(tensor, "_local_tensor", None) if isinstance(tensor, torch.Tensor) else None
+
+
 class Reach:
     """What can be reached from `roots`, each with its name, at this moment."""
 
@@ -135,15 +140,30 @@ class Reach:
             self.seen.append(Seen(f"{path}.grad", "attribute", tensor, "grad", grad))
             if isinstance(grad, DistributedTensor):
                 self._tensor(f"{path}.grad", grad)
+        if isinstance(tensor._base, DistributedTensor):
+            # A view keeps it, and so does whoever holds the view.
+            self._tensor(f"{path}._base", tensor._base)
         for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             hooks = getattr(tensor, name, None)
             self._note(f"{path}.{name}", "attribute", tensor, name, hooks)
+
+    def _dtensor(self, path: str, tensor: torch.Tensor) -> None:
+        """Look at a DTensor on a mesh: its layout, the tensor of its members, and its gradient."""
+        names = ["_local_tensor", "_spec", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"]
+        for name in [*names, "grad"] if tensor.is_leaf else names:
+            value = getattr(tensor, name, None)
+            if name == "_spec" or value is None:
+                self.seen.append(Seen(self._named(f"{path}.{name}"), "attribute", tensor, name, value))
+            else:
+                self._note(f"{path}.{name}", "attribute", tensor, name, value)
 
     def _walk(self, path: str, thing: object) -> None:
         if id(thing) in self._ids:
             return
         self._ids[id(thing)] = thing
-        if isinstance(thing, torch.Tensor):
+        if isinstance(thing, torch.Tensor) and isinstance(local_of(thing), DistributedTensor):
+            self._dtensor(path, thing)
+        elif isinstance(thing, torch.Tensor):
             # It is a local one.
             self.seen.append(Seen(path, "version", thing, None, thing._version))
         elif isinstance(thing, types.FunctionType):

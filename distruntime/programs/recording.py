@@ -1,4 +1,8 @@
-"""One run of a function as the words that its log got, with values named by where they come from."""
+"""One run of a function as the words that its logs got, with values named by where they come from.
+
+It is cut into parts: consecutive instructions of one stream of one log. Between parts stands what names
+something outside: a copy, a collective, an event.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import NotSupportedError
+from ..log.handle import Residence
+from ..log.issue import Between, Noted, Streams
 from ..log.line import Line, line_text
 from ..log.log import Log
-from ..log.node import Node
-from ..log.tape import Tape, recorded
+from ..log.spec import Spec
+from ..log.tape import Piece, Tape, recorded
 from ..wire.codec import KIN, OPERAND
 from ..wire.messages import (
     ADOPT,
@@ -40,13 +46,12 @@ Name = tuple[str, int | str]
 # So many words stand before an instruction, or between two.
 _SKIPPED = {CHECK: 3, WATCH: 1, FORGET: 2}
 _REFUSED = {
-    WAIT: "wait for another stream",
-    AWAIT: "wait for another node",
-    STAMP: "record an event",
-    MARK: "record an event",
+    AWAIT: "wait for another node here",
+    STAMP: "record an event here",
+    MARK: "record an event here",
     HOST: "read a value",
-    TAKE: "use a mesh's member",
-    GIVE: "put a mesh's tensor together",
+    TAKE: "use a mesh's member here",
+    GIVE: "put a mesh's tensor together here",
     PUBLISH: "publish",
     ADOPT: "look up what is published",
 }
@@ -57,34 +62,92 @@ _FUNCTIONS = (
 )
 
 
+# A memory that a part reads or writes: this object, and whether it is written.
+Memories = dict[int, tuple[object, bool]]
+
+
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction: its template, its operand words, what it makes, and its operands' kin if it checks."""
+    """One instruction: its log and template, its operand words, what it makes, and its operands' kin if it
+    checks.
+    """
 
+    log: int
     template: int
     words: tuple[Name, ...]
     makes: tuple[int, ...]
     kin: tuple[Name, ...] | None
 
 
+@dataclass(frozen=True)
+class Cut:
+    """What stands between two parts, as far as two recordings must agree in it."""
+
+    kind: str
+    key: tuple[object, ...]
+    reads: tuple[Name, ...]
+    makes: tuple[int, ...]
+
+
+@dataclass
+class Part:
+    """Consecutive instructions of one stream of a log, by their numbers."""
+
+    log: Log
+    stream: int
+    steps: list[int] = field(default_factory=list)
+    weight: int = 0
+    # The key is the object's id. They are not known where the log has one stream.
+    memories: Memories = field(default_factory=dict)
+    known: bool = True
+
+    def touch(self, memory: object, written: bool) -> None:
+        """Note a memory that it uses."""
+        before = self.memories.get(id(memory), (memory, False))[1]
+        self.memories[id(memory)] = memory, before or written
+
+
+@dataclass
+class Crossed:
+    """How to issue what stands between two parts: its number, and the streams that were current then."""
+
+    step: int
+    between: Between
+    streams: Streams | None
+    operands: Sequence[tuple[Spec, Residence]]
+
+
 @dataclass
 class Recording:
     """The instructions of one run."""
 
-    # It is None where the run issued nothing.
-    log: Node | None = None
-    body: list[Instruction] = field(default_factory=list)
+    body: list[Instruction | Cut] = field(default_factory=list)
     lines: list[Line | None] = field(default_factory=list)
+    acts: list[Part | Crossed] = field(default_factory=list)
     floats: list[float] = field(default_factory=list)
     # The number of each value that was made, by its ref, and the instruction that made it.
     made: dict[int, int] = field(default_factory=dict)
     makers: list[int] = field(default_factory=list)
+    # The memory of a value that was made, where its log has several streams or it crosses.
+    memories: dict[int, object] = field(default_factory=dict)
     # These refs were let go of meanwhile.
     freed: set[int] = field(default_factory=set)
-    # So many words were issued.
-    weight: int = 0
     # This is why the run is compared with no other: a call may do what is done once.
     unfit: str = ""
+    # It is True if it names its streams: the current one is not all that it uses.
+    several: bool = False
+    # This is each part's log and stream. A stream that is the current one in each call is -1.
+    streams: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts, in order."""
+        return [act for act in self.acts if isinstance(act, Part)]
+
+    def settle(self) -> None:
+        """Let go of all that only a plan needs."""
+        self.acts = []
+        self.memories = {}
 
     def where(self, ref: int) -> str:
         """Return the line that made a value here."""
@@ -93,35 +156,112 @@ class Recording:
     def line_of_float(self, number: int) -> str:
         """Return the line of the instruction that has a float, by the float's number."""
         for instruction, line in zip(self.body, self.lines):
-            if (FLOAT, number) in instruction.words:
+            if isinstance(instruction, Instruction) and (FLOAT, number) in instruction.words:
                 return line_text(line)
         return line_text(None)
 
 
-def record(tapes: Sequence[tuple[Log, Tape]], names: dict[int, Name], first: bool) -> Recording:
-    """Return what the tapes hold. `names` has the refs of arguments, and of what was found before the run.
+class _Recorder:
+    """Puts what the tapes and notes hold into one order."""
+
+    def __init__(self, names: dict[int, Name], first: bool, current: Streams) -> None:
+        self.found, self._names, self._first, self._current = Recording(), names, first, current
+        # The open part of each log. Another instruction of its stream belongs to it.
+        self._open: dict[Log, Part] = {}
+        self._events: dict[int, int] = {}
+
+    def add_piece(self, log: Log, tape: Tape, piece: Piece, lines: Iterator[Line]) -> None:
+        """Take words that a log has got."""
+        for at, words, line in _instructions(piece, lines, self.found.freed):
+            if not piece.own or piece.covered:
+                continue
+            stream = next((stream for stream, first, end in piece.bounds if first <= at < end), 0)
+            part = self._part(log, stream)
+            before = len(self.found.body)
+            _add(self.found, log, words, line, self._names, self._first)
+            part.steps += range(before, len(self.found.body))
+            part.weight += len(words)
+            touched = tape.touched.get(piece.start + at + len(words))
+            if touched is None:
+                part.known = False
+            else:
+                for memory in touched.reads:
+                    part.touch(memory, False)
+                for memory in touched.writes:
+                    part.touch(memory, True)
+                for ref, memory in touched.made:
+                    part.touch(memory, True)
+                    if ref in self.found.made:
+                        self.found.memories[self.found.made[ref]] = memory
+
+    def _part(self, log: Log, stream: int) -> Part:
+        """Return the part that an instruction belongs to."""
+        for other in log.siblings():
+            self._open.pop(other, None)
+        part = self._open.get(log)
+        if part is None or part.stream != stream:
+            part = self._open[log] = Part(log, stream)
+            self.found.acts.append(part)
+        return part
+
+    def add_note(self, noted: Noted) -> None:
+        """Take what stands between parts."""
+        found, between = self.found, noted.between
+        for log in between.logs:
+            for one in (log, *log.siblings()):
+                self._open.pop(one, None)
+        reads = tuple(_name(found, ref, True, noted.line, self._names, self._first) for ref in between.reads)
+        makes = []
+        for ref, memory in zip(between.makes, between.storages):
+            number = found.made.setdefault(ref, len(found.makers))
+            makes.append(number)
+            found.makers.append(len(found.body))
+            found.memories[number] = memory
+        key = between.key
+        if between.sets is not None:
+            key = (*key, self._events.setdefault(id(between.sets), len(self._events)))
+        if between.uses is not None:
+            # An event that was recorded outside is the same object at each call.
+            outside = ("outside", id(between.uses))
+            key = (*key, self._events.get(id(between.uses), outside))
+        same = dict(noted.streams) == dict(self._current)
+        found.several = found.several or not same or between.kind in ("record", "wait")
+        found.acts.append(Crossed(len(found.body), between, None if same else noted.streams, noted.operands))
+        found.body.append(Cut(between.kind, key, reads, tuple(makes)))
+        found.lines.append(noted.line)
+
+
+def record(
+    tapes: Sequence[tuple[Log, Tape]],
+    notes: Sequence[Noted],
+    names: dict[int, Name],
+    first: bool,
+    current: Streams,
+) -> Recording:
+    """Return what the tapes and the notes hold. `names` has the refs of arguments, and of what was found
+    before the run; `current` are the streams that were current then.
 
     Raise `NotSupportedError` for what no program can hold.
     """
-    found = Recording()
-    for log, tape in tapes:
-        lines = iter(tape.lines)
-        for piece in tape.pieces:
-            for words, line in _instructions(piece.words, piece.start, lines, found.freed, tape.begin):
-                if not piece.own:
-                    continue
-                if not isinstance(log, Node):
-                    raise _refused("run on a mesh yet", line, "call it for a member's tensor, x.member(k)")
-                if found.log not in (None, log):
-                    raise _refused(
-                        f"hold instructions of several nodes yet: {found.log} and {log}",
-                        line,
-                        "make a program for each node, and copy between them",
-                    )
-                if len(piece.streams) > 1:
-                    raise _refused("use several streams yet", line, "use one stream in it")
-                found.log = log
-                _add(found, log, words, line, names, first)
+    recorder = _Recorder(names, first, current)
+    lines = {log: iter(tape.lines) for log, tape in tapes}
+    events: list[tuple[int, Log, Tape, Piece] | tuple[int, Noted]] = [(noted.tick, noted) for noted in notes]
+    events += [(piece.tick, log, tape, piece) for log, tape in tapes for piece in tape.pieces]
+    for event in sorted(events, key=lambda one: one[0]):
+        if len(event) == 2:
+            recorder.add_note(event[1])
+        else:
+            _, log, tape, piece = event
+            recorder.add_piece(log, tape, piece, lines[log])
+    found = recorder.found
+    streams: dict[Log, set[int]] = {}
+    for part in found.parts:
+        streams.setdefault(part.log, set()).add(part.stream)
+    own = {(entered.residence.node, entered.number) for entered in current.values()}
+    for log, used in streams.items():
+        mine = {number for node, number in own if node is log} or {0}
+        found.several = found.several or len(used) > 1 or not used <= mine
+    found.streams = [(part.log.index, part.stream if found.several else -1) for part in found.parts]
     return found
 
 
@@ -133,12 +273,13 @@ def _refused(what: str, line: Line | None, remedy: str) -> NotSupportedError:
 
 
 def _instructions(
-    words: Sequence[object], start: int, lines: Iterator[Line], freed: set[int], begin: int
-) -> Iterator[tuple[Sequence[object], Line | None]]:
-    """Yield each instruction of a piece with its line. What was freed goes to `freed`.
+    piece: Piece, lines: Iterator[Line], freed: set[int]
+) -> Iterator[tuple[int, Sequence[object], Line | None]]:
+    """Yield each instruction of a piece with its index and its line. What was freed goes to `freed`.
 
     The line table says where each instruction ends.
     """
+    words, start = piece.words, piece.start
     at, count = 0, len(words)
     while at < count:
         word = words[at]
@@ -151,21 +292,23 @@ def _instructions(
             at += 3
         elif word in (FORGET, DROP):
             at += 2
-        elif word == WAIT and words[at + 2] <= begin:  # type: ignore[operator]
-            # It is for what was issued before. A replay waits by the same rules.
+        elif word == WAIT:
+            # The rules of the order put it there. They hold for a replay too.
             at += 5
+        elif word == MARK:
+            at += 1
         else:
             line = next(lines, None)
             while line is not None and line[0] <= start + at:
                 line = next(lines, None)
             end = count if line is None else min(line[0] - start, count)
-            yield words[at:end], line
+            yield at, words[at:end], line
             at = end
 
 
 def _add(
     found: Recording,
-    log: Node,
+    log: Log,
     words: Sequence[object],
     line: Line | None,
     names: dict[int, Name],
@@ -181,7 +324,7 @@ def _add(
         if word == UPLOAD:
             found.made[words[at + 1]] = len(found.makers)  # type: ignore[index]
             found.makers.append(len(found.body))
-            found.body.append(Instruction(UPLOAD, (), (found.made[words[at + 1]],), None))  # type: ignore[index]
+            found.body.append(Instruction(log.index, UPLOAD, (), (found.made[words[at + 1]],), None))  # type: ignore[index]
             found.lines.append(line)
             return
         at += 2
@@ -208,14 +351,13 @@ def _add(
             assert isinstance(ref, int)
             makes.append(found.made.setdefault(ref, len(found.makers)))
             found.makers.append(len(found.body))
-    found.body.append(Instruction(word, tuple(operands), tuple(makes), kin))
+    found.body.append(Instruction(log.index, word, tuple(operands), tuple(makes), kin))
     found.lines.append(line)
-    found.weight += len(words) - at
 
 
 def _require_fit(name: str, line: Line | None) -> None:
     if name.startswith("group::"):
-        raise _refused("hold a collective or a copy between nodes yet", line, "do that outside")
+        raise _refused("close a group, or use one that nobody has noted", line, "do that outside")
     if name.startswith("python::"):
         raise _refused("call a function of yours on a worker yet", line, "call it outside")
     if name.startswith("distruntime::") and name not in _FUNCTIONS:
@@ -271,6 +413,8 @@ def difference(one: Recording, other: Recording) -> str:
                 f"instruction {k} is another one\n  in one recording   {line_text(one.lines[k])}\n"
                 f"  in the next one    {line_text(other.lines[k])}"
             )
+    if one.streams != other.streams:
+        return "its parts are on other streams"
     if len(one.body) != len(other.body):
         return f"one recording has {len(one.body)} instructions, and the next one has {len(other.body)}"
     return ""

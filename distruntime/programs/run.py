@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ..errors import NotSupportedError
@@ -17,8 +19,11 @@ from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD, MADE
 from .changing import explained
 from .graphs import given
-from .reach import PLAIN, Reach, Seen, same
+from .reach import PLAIN, Reach, Seen, local_of, same
 from .recording import Name, Recording, difference
+
+# The mesh, placements, shape and strides of a DTensor.
+Layout = tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...], tuple[int, ...]] | None
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class Returned:
     spec: Spec | None
     wants_grad: bool
     plain: object
+    layout: Layout = None
 
 
 @dataclass
@@ -68,7 +74,7 @@ class Run:
 
 def _alike(one: Returned, other: Returned) -> bool:
     named = (one.name, one.spec, one.wants_grad) == (other.name, other.spec, other.wants_grad)
-    return named and same(one.plain, other.plain)
+    return named and one.layout == other.layout and same(one.plain, other.plain)
 
 
 @dataclass
@@ -78,6 +84,23 @@ class Stripped:
     leaves: list[object]
     tree: TreeSpec
     graphs: list[bool]
+    layouts: list[Layout]
+
+
+def layout_of(leaf: object) -> Layout:
+    """Return what a DTensor on a mesh is besides the tensor of its members; None of anything else."""
+    if type(leaf) is DistributedTensor or not isinstance(local_of(leaf), DistributedTensor):
+        return None
+    assert isinstance(leaf, DTensor)
+    return leaf.device_mesh, tuple(leaf.placements), tuple(leaf.shape), tuple(leaf.stride())
+
+
+def laid_out(leaf: object, layout: Layout) -> object:
+    """Return the tensor of a mesh's members as the DTensor that it is to be."""
+    if layout is None or not isinstance(leaf, DistributedTensor):
+        return leaf
+    mesh, placements, shape, stride = layout
+    return DTensor.from_local(leaf, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def stripped(result: object, known: Collection[int], name: str) -> Stripped:
@@ -88,8 +111,17 @@ def stripped(result: object, known: Collection[int], name: str) -> Stripped:
     flat, tree = tree_flatten(result)
     leaves: list[object] = []
     graphs: list[bool] = []
+    layouts: list[Layout] = []
     for leaf in flat:
-        graph = False
+        graph, layout = False, layout_of(leaf)
+        layouts.append(layout)
+        local = local_of(leaf)
+        if layout is not None and isinstance(local, DistributedTensor):
+            graph = leaf.requires_grad and local._handle.ref not in known
+            leaf = local if local._handle.ref in known else _Bare(local._handle)
+            leaves.append(leaf)
+            graphs.append(graph)
+            continue
         if type(leaf) is DistributedTensor:
             if leaf._handle.ref not in known:
                 graph = leaf.requires_grad
@@ -104,7 +136,7 @@ def stripped(result: object, known: Collection[int], name: str) -> Stripped:
             )
         leaves.append(leaf)
         graphs.append(graph)
-    return Stripped(leaves, tree, graphs)
+    return Stripped(leaves, tree, graphs, layouts)
 
 
 @dataclass
@@ -144,7 +176,7 @@ def returned_from(
 ) -> list[Returned]:
     """Return the names of what a function returned. The refs of arguments and of what was found are given."""
     described = []
-    for leaf, graph in zip(found.leaves, found.graphs):
+    for leaf, graph, layout in zip(found.leaves, found.graphs, found.layouts):
         handle = handle_of(leaf)
         if handle is None:
             described.append(Returned(None, None, False, leaf))
@@ -156,7 +188,7 @@ def returned_from(
             name = ARGUMENT, arguments[handle.ref]
         else:
             name = HELD, paths.get(handle.ref, "?")
-        described.append(Returned(name, handle.spec, graph, None))
+        described.append(Returned(name, handle.spec, graph, None, layout))
     return described
 
 

@@ -7,7 +7,7 @@ and this process, can wait for. Nothing here waits for a worker but `synchronize
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TypeVar
 
@@ -16,13 +16,14 @@ import torch
 from ..errors import NotSupportedError, PlacementError, UsageError, WaitTimeout, without_our_frames
 from ..log.current import DeviceLike, current_streams, enter_stream, leave_stream
 from ..log.handle import Handle, Place, Residence, new_value
-from ..log.issue import issue
+from ..log.issue import Between, covered, issue
 from ..log.line import Line, line_text, user_line
 from ..log.log import Log
 from ..log.mesh_log import MeshLog, workers_of
 from ..log.node import Node
 from ..log.order import Order
 from ..log.spec import NO_TENSOR, spec
+from ..log.tape import cuts
 from ..operators.proxies import wrap
 from ..operators.signatures import template
 from ..operators.transfer import item
@@ -297,8 +298,29 @@ class Event:
         Return at once.
         """
         stream = current_stream() if stream is None else _expect(stream, Stream, "Stream")
-        log, home = stream.check(), stream.residence
+        self._noted("record", stream, None, lambda line: self._record(stream, line))
+
+    def _noted(self, kind: str, stream: Stream, timeout: float | None, act: Callable[[Line], None]) -> None:
+        """Call `act`. A program that is recorded now calls it again in each replay."""
         line = user_line()
+        if not cuts():
+            return act(line)
+        log = stream.check()
+        with covered(line) as note:
+            act(line)
+            sets = kind == "record"
+            logs = [log] if sets or self._recorded is None else [log, self._recorded.stream.residence.node]
+
+            def again(given: Sequence[Handle], at: Line) -> Sequence[Handle]:
+                act(at)
+                return []
+
+            key = log.index, stream.number, timeout, self.enable_timing
+            mine, other = (self, None) if sets else (None, self)
+            note(Between(kind, key, logs, [], [], [], again, mine, other), [])
+
+    def _record(self, stream: Stream, line: Line) -> None:
+        log, home = stream.check(), stream.residence
         stamp: Handle | None = None
         with log.lock:
             if self.enable_timing:
@@ -325,9 +347,11 @@ class Event:
         `UsageError`, as wherever one is taken.
         """
         timeout = checked(timeout)
-        recorded = self._recorded
         stream = current_stream() if stream is None else _expect(stream, Stream, "Stream")
-        here = stream.check()
+        self._noted("wait", stream, timeout, lambda line: self._wait(stream, timeout, line))
+
+    def _wait(self, stream: Stream, timeout: float | None, line: Line) -> None:
+        recorded, here = self._recorded, stream.check()
         if recorded is None:
             return
         there = recorded.stream.check()
@@ -336,9 +360,7 @@ class Event:
             if recorded.stream.number != stream.number:
                 order = _order_of(here)
                 with here.lock:
-                    order.wait(
-                        stream.number, recorded.stream.number, recorded.position, text, timeout, user_line()
-                    )
+                    order.wait(stream.number, recorded.stream.number, recorded.position, text, timeout, line)
             return
         there.flush()
         for source in workers_of(there):
@@ -356,9 +378,9 @@ class Event:
             with here.lock:
                 words = [AWAIT, number, timeout, text]
                 if here.order is None:
-                    here.append(words, user_line())
+                    here.append(words, line)
                 else:
-                    here.order.put(stream.number, words, user_line())
+                    here.order.put(stream.number, words, line)
 
     def query(self) -> bool:
         """Return whether all before the event has run; True if it was never recorded.

@@ -232,6 +232,20 @@ def test_grad_mode_autocast_and_the_default_dtype_are_seen(x: torch.Tensor) -> N
     assert {product(x).dtype for _ in range(4)} == {torch.float32}
 
 
+def test_another_current_place(x: torch.Tensor) -> None:
+    program = dr.program(lambda: torch.ones(2, device=REMOTE) * 2)
+    for k in range(12):
+        with dr.node(k % 2):
+            assert program().place.node == k % 2
+    assert program.replays == 8
+    try:
+        dr.set_place(1)
+        assert program().place.node == 1
+    finally:
+        dr.set_place(0)
+    assert [program().place.node for _ in range(3)] == [0] * 3
+
+
 def test_a_tensor_that_is_also_an_argument(x: torch.Tensor) -> None:
     w = torch.ones(3, device=REMOTE)
     program = dr.program(lambda a: a + w)
@@ -322,13 +336,6 @@ def _keeps_graph(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-def _other_node(x: torch.Tensor) -> torch.Tensor:
-    with dr.on(1):
-        y = torch.zeros(3, device=REMOTE)
-        y += 1
-    return x + 1
-
-
 REFUSED: dict[str, tuple[Callable[[], Callable[[torch.Tensor], Any]], str, str]] = {
     "item": (lambda: lambda x: x * x.sum().item(), "read a value", "read it outside"),
     "bool": (lambda: lambda x: x * 2 if x.sum() > 0 else x, "read a value", "torch.where"),
@@ -346,10 +353,8 @@ REFUSED: dict[str, tuple[Callable[[], Callable[[torch.Tensor], Any]], str, str]]
     "the environment": (lambda: _reads_environment, "read the environment", "argument"),
     "an iterator of tensors": (_hides, "cannot be found from its function", "argument"),
     "a graph in an object": (lambda: _keeps_graph, "with its graph at box.w", "detach"),
-    "two nodes": (lambda: _other_node, "several nodes", "each node"),
     "a local result": (lambda: lambda x: torch.ones(3), "returns a local tensor", "return remote tensors"),
     "synchronize": (lambda: lambda x: (dr.synchronize(), x + 1)[1], "wait for a worker", "before or after"),
-    "a copy between nodes": (lambda: lambda x: x.to(node=1), "yet", "outside"),
     "a function of the user's": (lambda: lambda x: dr.remote(abs)(x), "yet", "outside"),
     "a seed": (lambda: lambda x: (dr.manual_seed(1), x + 1)[1], "seed", "outside"),
 }
@@ -422,9 +427,10 @@ def test_no_graph_leaves_a_program_not_even_the_first_time(x: torch.Tensor) -> N
         assert not program(x).requires_grad
 
 
-def test_compile_is_not_there_yet() -> None:
-    with pytest.raises(dr.NotSupportedError, match="not there yet"):
-        dr.program(lambda x: x, compile="inductor")  # type: ignore[call-overload]
+@pytest.mark.parametrize("how", ["cudagraphs", "inducter", True])
+def test_a_program_is_compiled_by_inductor_or_not_at_all(how: Any) -> None:
+    with pytest.raises(dr.NotSupportedError, match='there is "inductor"'):
+        dr.program(lambda x: x, compile=how)
 
 
 def test_verify_finds_what_nobody_can_see(x: torch.Tensor, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from ..values.draws import Draws
@@ -71,12 +71,16 @@ class Chain:
         if step.parts:
             # A program draws as a whole. The other links stand around each of its instructions.
             inner = [link for link in self.links if link is not self._draws]
-            step.runs = [_linked(part, inner) for part in step.parts]
+            step.runs = [_around(part, inner) for part in step.parts]
             return _linked(step, [self._draws])
-        if not step.lanes:
-            return _linked(step, self.links)
-        step.runs = [_linked(lane, [link for link in self.links if link.each]) for lane in step.lanes]
-        return _linked(step, [link for link in self.links if not link.each])
+        return _around(step, self.links)
+
+
+def _around(step: Step, links: Sequence[Link]) -> Run:
+    if not step.lanes:
+        return _linked(step, links)
+    step.runs = [_linked(lane, [link for link in links if link.each]) for lane in step.lanes]
+    return _linked(step, [link for link in links if not link.each])
 
 
 def _linked(step: Step, links: Iterable[Link]) -> Run:

@@ -11,14 +11,15 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from distruntime.errors import ProtocolError
-from distruntime.wire.messages import ARGUMENT, FLOAT, HELD, MADE, PROGRAM, Plain, Segment
+from distruntime.wire.messages import ARGUMENT, FLOAT, HELD, MADE, PROGRAM, Failure, Plain, Segment
 
 from ..log.state import State
 from ..values.objects import Poisoned, memory_of
-from ..values.step import Operator, Run, Slots, Step, Words
+from ..values.step import Run, Slots, Step, Words
 from ..values.streams import Work
-from ..values.template import Template, operator
-from .definition import Definition, Instruction, Name, definition_from
+from .definition import Definition, Instruction, Name, Row, definition_from
+from .inductor import inductor_for
+from .regions import Inputs
 from .source import Source, Stopped, Straight, last_uses, local
 
 # Names of values while a program runs part by part. No word of a log is so small a number.
@@ -33,17 +34,18 @@ class Program(Step):
     def __init__(
         self,
         fields: list[Plain],
+        compile: Plain,
         state: State,
-        functions: Callable[[str], Operator] = operator,
+        compiled: Callable[[Row], Step],
+        warn: Callable[[Words, int, str], None],
     ) -> None:
         definition = self._definition = definition_from(fields)
         self._state, real = state, state.devices.real
-        parts = [
-            Template(row.name, functions(row.name), row.args, row.kwargs, row.results, real, state.fail)
-            for row in definition.rows
-        ]
-        self.parts: Sequence[Template] = parts
+        self.parts: Sequence[Step] = [compiled(row) for row in definition.rows]
+        parts = self.parts
         self._patterns = [part.pattern for part in parts if part.pattern is not None]
+        # Several members of a mesh run each instruction in turns.
+        self._in_turns = any(part.lanes for part in parts)
         _require_sense(definition, parts)
         self.runs: Sequence[Run] = [part.run for part in parts]
         first = 1 + definition.tensors + definition.numbers
@@ -59,15 +61,28 @@ class Program(Step):
         self._source: Source | None = None
         self._straight: Straight | None = None
         self._real = real
+        asked = None if self._in_turns else compile
+        self._inductor = inductor_for(asked, definition, parts, self._written, real, warn)
+
+    @property
+    def compiled(self) -> str:
+        """What became of its compiling, if it is to be compiled."""
+        return "" if self._inductor is None else self._inductor.state
 
     def run(self, slots: Slots, p: Words, i: int, /) -> int:
         """Run the instruction at `i`."""
-        if any(run is not part.run for run, part in zip(self.runs, self.parts)):
+        if self._in_turns or any(run is not part.run for run, part in zip(self.runs, self.parts)):
             self._run_parts(slots, p, i, 0, {})
             return i + self.length
+        source, straight = self._source, self._straight
+        if self._inductor is not None:
+            if self._inductor.may_begin(slots, p, i):
+                straight = None
+            elif (ready := self._inductor.ready(slots, p, i)) is not None:
+                source, straight = ready
         try:
-            if self._straight is not None:
-                self._straight(slots, p, i)
+            if straight is not None:
+                straight(slots, p, i)
             else:
                 self._run_first(slots, p, i)
         except Stopped as stopped:
@@ -75,13 +90,20 @@ class Program(Step):
             self._finish(slots, p, i, stopped, stopped.__cause__)
         # An operator may raise anything, and its results are poisoned then.
         except Exception as error:
-            assert self._source is not None
-            self._finish(slots, p, i, self._source.stopped_in(error), error)
+            assert source is not None
+            self._finish(slots, p, i, source.stopped_in(error), error)
         return i + self.length
 
     def _run_first(self, slots: Slots, p: Words, i: int) -> None:
         source = Source(self._definition, self._patterns, self._moved, self._real)
-        self._straight, self._source = source.first_run(slots, p, i), source
+        inductor = self._inductor
+        if inductor is None or not inductor.may_begin(slots, p, i):
+            self._straight, self._source = source.first_run(slots, p, i), source
+            return
+        inputs = Inputs()
+        self._straight = source.first_run(slots, p, i, inductor.regions, inputs)
+        self._source = source
+        inductor.begin(source, inputs)
 
     # -- part by part ----------------------------------------------------------------------------------------
 
@@ -93,11 +115,15 @@ class Program(Step):
             if local(name) in stopped.values:
                 refs[name] = _temporary()
                 slots[refs[name]] = stopped.values[local(name)]
-        at = stopped.at
+        at, failed = stopped.at, stopped.failed
+        compiled = len(failed) > 1
+        if compiled:
+            lines = f"it is in one of {len(failed)} instructions from this one on, compiled by Inductor"
+            error = RuntimeError(f"{error}\n  {lines}").with_traceback(error.__traceback__)
         # The locals of the code that has failed would keep what is freed on the way.
         stopped.values.clear()
         stopped.__cause__, error.__traceback__ = None, error.__traceback__
-        self._run_parts(slots, p, i, at, refs, error if at >= 0 else None)
+        self._run_parts(slots, p, i, at, refs, error, failed, compiled)
 
     def _run_parts(
         self,
@@ -106,12 +132,15 @@ class Program(Step):
         i: int,
         start: int,
         refs: dict[Name, int],
-        error: Exception | None = None,
+        error: BaseException | None = None,
+        failed: range = range(0),
+        compiled: bool = False,
     ) -> None:
         """Run the instructions from `start` on, each as a template of its own.
 
-        The one at `start` fails with `error`, if that is given.
+        Those in `failed` fail with `error`. It is one failure if they are `compiled` to one call.
         """
+        cause: Failure | None = None
         definition, state, outer = self._definition, self._state, self._state.work(p)
         segment = Segment(outer.segment.seq, outer.segment.start + i, [], [], [])
         words: Words = []
@@ -129,8 +158,12 @@ class Program(Step):
                 if part.kin is not None:
                     kin = instruction.kin
                     words.append(None if kin is None else [self._word(name, p, i, refs) for name in kin])
-                if error is not None and at == start:
-                    part.drop(slots, words, 0, error)
+                if error is not None and at in failed:
+                    if compiled:
+                        cause = cause or state.failure(words, 0, error, part.name, "")
+                        state.poison(part, slots, words, 0, cause)
+                    else:
+                        part.drop(slots, words, 0, error)
                 else:
                     self.runs[instruction.row](slots, words, 0)
                 for name in self._behind[at]:
@@ -159,6 +192,9 @@ class Program(Step):
 
     def drop(self, slots: Slots, p: Words, i: int, error: BaseException, /) -> int:
         """Poison what the program would have made or written."""
+        if self._in_turns:
+            self._run_parts(slots, p, i, 0, {}, error, range(len(self._definition.instructions)))
+            return i + self.length
         state = self._state
         cause = state.failure(p, i, error, self.name, "")
         for kind, what in self._written:
@@ -174,7 +210,7 @@ class Program(Step):
         return i + self.length
 
 
-def _require_sense(definition: Definition, parts: Sequence[Template]) -> None:
+def _require_sense(definition: Definition, parts: Sequence[Step]) -> None:
     """Raise `ProtocolError` unless each instruction has the words of its template, and values that exist."""
     made: set[Name] = set()
     for instruction in definition.instructions:
@@ -201,7 +237,7 @@ def _require_known(instruction: Instruction, made: set[Name], definition: Defini
             raise ProtocolError(f"a program reads {kind} {what!r:.20}, which is not there")
 
 
-def _written(definition: Definition, parts: Sequence[Template]) -> list[Name]:
+def _written(definition: Definition, parts: Sequence[Step]) -> list[Name]:
     """Return the arguments and held values that a program writes, also through views."""
     bases: dict[Name, set[Name]] = {}
     found: dict[Name, None] = {}

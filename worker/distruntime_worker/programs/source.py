@@ -5,8 +5,9 @@ In the source stand only names and numbers of our own making. Operators and cons
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -16,6 +17,7 @@ from distruntime.wire.messages import ARGUMENT, FLOAT, HELD, MADE, NUMBER, Plain
 from ..values.step import Operator, Pattern, Slots, Words
 from .bindings import alike, binding, direct
 from .definition import Definition, Instruction, Name
+from .regions import Compiled, Inputs, Region
 
 # A frame of this file is ours: see `objects.py`.
 FILE = "<distruntime::program>"
@@ -24,12 +26,19 @@ Straight = Callable[[Slots, Words, int], None]
 Locals = dict[str, object]
 
 
-class Stopped(Exception):
-    """A first run has ended in an error: at this instruction, with these locals."""
+class NotBegun(Exception):
+    """A region has not run, as one of its inputs does not exist."""
 
-    def __init__(self, at: int, values: Locals) -> None:
+
+class Stopped(Exception):
+    """A run has ended in an error: at this instruction, with these locals.
+
+    `failed` are the instructions that the error is of. The others run from `at` on.
+    """
+
+    def __init__(self, at: int, values: Locals, failed: range) -> None:
         super().__init__(at)
-        self.at, self.values = at, values
+        self.at, self.values, self.failed = at, values, failed
 
 
 def local(name: Name) -> str:
@@ -69,10 +78,14 @@ class Source:
     ) -> None:
         self._patterns, self._device = patterns, device
         self._closure: dict[str, object] = {}
+        self._behind: list[list[Name]] = []
+        # The key is the first instruction of a region that is compiled.
+        self._regions: dict[int, Region] = {}
         self._names = itertools.count()
         # These words are read at the beginning.
         self._used: dict[Name, None] = {}
         behind, count = last_uses(definition, moved), len(definition.instructions)
+        self._behind = behind
         # Each line has the number of its instruction, and its call as an expression if it has one.
         body: list[tuple[int, str, str]] = []
         for at, instruction in enumerate(definition.instructions):
@@ -133,16 +146,22 @@ class Source:
         front = "" if results in (0, [], KIN) else f"{target(results)} = "
         return front, f"({', '.join(given)})"
 
-    def first_run(self, slots: Slots, p: Words, i: int) -> Straight:
+    def first_run(
+        self, slots: Slots, p: Words, i: int, regions: Sequence[Region] = (), inputs: Inputs | None = None
+    ) -> Straight:
         """Run the program line by line, and return the function for the runs that follow.
 
-        Before each call, see whether torch's own function of its operator does the same here. Raise `Stopped`
-        from the error of an instruction.
+        Before each call, see whether torch's own function of its operator does the same here. Note what
+        `regions` get in `inputs`. Raise `Stopped` from the error of an instruction.
         """
+        begun = {region.first: region for region in regions}
         values: Locals = {"slots": slots, "p": p, "i": i}
         quick: dict[str, Operator] = {}
         for at, line, call in self._lines:
             try:
+                if call and inputs is not None and at in begun:
+                    region = begun[at]
+                    inputs.note(region, [values[local(name)] for name in region.inputs])
                 if call:
                     found = self._binding(at, call, values)
                     if found is not None:
@@ -150,13 +169,44 @@ class Source:
                 exec(line, self._closure, values)
             # Whatever the error is, it is the instruction's.
             except Exception as error:
-                raise Stopped(at, values) from error
+                raise Stopped(at, values, range(at, at + 1)) from error
         self._closure.update(quick)
+        return self._function()
+
+    def _function(self) -> Straight:
         source = "def run(slots, p, i):\n    pass\n"
         source += "".join(f"    {line}\n" for _, line, _ in self._lines)
         exec(compile(source, FILE, "exec"), self._closure)
         run: Straight = self._closure["run"]  # type: ignore[assignment]
         return run
+
+    def with_regions(self, regions: Sequence[tuple[Region, Compiled]]) -> tuple[Source, Straight]:
+        """Return this source with each region as one call, and its function."""
+        other = copy.copy(self)
+        other._closure = {name: value for name, value in self._closure.items() if name != "run"}
+        other._regions = {region.first: region for region, _ in regions}
+        inside = {at for region, _ in regions for at in range(region.first, region.behind)}
+        calls = {region.first: call for region, call in regions}
+        lines: list[tuple[int, str, str]] = []
+        for at, line, call in self._lines:
+            if at not in inside:
+                lines.append((at, line, call))
+            elif call and at in other._regions:
+                other._closure[f"r{at}"] = calls[at]
+                lines += self._region(other._regions[at])
+        other._lines = lines
+        return other, other._function()
+
+    def _region(self, region: Region) -> Iterator[tuple[int, str, str]]:
+        given = ", ".join(map(local, region.inputs))
+        front = "".join(f"{local(name)}, " for name in region.outputs)
+        yield region.first, f"{front and front + '= '}r{region.first}({given})", ""
+        known = {*region.inputs, *region.outputs}
+        gone = [
+            name for at in range(region.first, region.behind) for name in self._behind[at] if name in known
+        ]
+        if gone:
+            yield region.first, "del " + ", ".join(map(local, gone)), ""
 
     def _binding(self, at: int, call: str, values: Locals) -> Operator | None:
         """Return torch's own function that does the same as an instruction's operator, if there is one."""
@@ -179,7 +229,13 @@ class Source:
                 line, values = trace.tb_lineno, dict(trace.tb_frame.f_locals)
             trace = trace.tb_next
         # The first line is the function's head, and the second one does nothing.
-        return Stopped(self._lines[line - 3][0] if line >= 3 else -1, values)
+        at = self._lines[line - 3][0] if line >= 3 else -1
+        region = self._regions.get(at)
+        if region is None:
+            return Stopped(at, values, range(at, at + (at >= 0)))
+        # What has written nothing runs again, instruction by instruction, so that one of them fails.
+        again = isinstance(error, NotBegun) or not region.writes
+        return Stopped(at, values, range(at, at if again else region.behind))
 
 
 def _read(name: Name, moved: set[int]) -> str:

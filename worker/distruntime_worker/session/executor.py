@@ -29,6 +29,7 @@ from distruntime.wire.messages import (
     OpenStream,
     Plain,
     Segment,
+    Warned,
 )
 from distruntime.wire.shared import Attached
 
@@ -46,6 +47,7 @@ from ..log.state import Send, State, Tell
 from ..log.turns import Turn, Turns
 from ..log.waits import Waits
 from ..machine.devices import Devices
+from ..programs.definition import Row
 from ..programs.program import Program
 from ..publishing.published import Others, Published, Shelf
 from ..python.agent import Agent
@@ -55,7 +57,7 @@ from ..python.running import Around
 from ..values import functions
 from ..values.draws import Draws, may_draw
 from ..values.mesh_lanes import Lanes, MeshState
-from ..values.step import Operator, Own, Step
+from ..values.step import Operator, Own, Step, Words
 from ..values.streams import Mesh, Stream, Work
 from ..values.template import Template, operator
 
@@ -111,6 +113,7 @@ class Executor:
         )
         own: dict[str, Operator] = {"members": partial(Members, here), "agent": partial(Agent, here)}
         self._functions = {**_FUNCTIONS, **Calls(refused, devices.real, self.around, own).table}
+        self._functions["distruntime::compiled"] = self._compiled
         self.chain = Chain(state, self.draws)
         self.shelf = Shelf(state, published or Published(""), others, self.chain.read_only)
         state.own.update(Instructions(state, shared).table)
@@ -398,12 +401,26 @@ class Executor:
         if name.startswith(PREFIX):
             step: Step = Collective(name, args, real, self.joint.take_part)
         elif name == PROGRAM:
-            step = Program(args, state, self._called)
+            step = Program(args, kwargs.get("compile"), state, self._own_template, self._warn)
         else:
-            call = self._called(name)
-            step = template = Template(name, call, args, kwargs, results, real, state.fail)
+            step = template = self._own_template(Row(name, args, kwargs, results))
             note_writes(template, args)
         self.chain.add(state, number, step)
+
+    def _own_template(self, row: Row) -> Template:
+        state, call = self.state, self._called(row.name)
+        return Template(row.name, call, row.args, row.kwargs, row.results, state.devices.real, state.fail)
+
+    def _warn(self, p: Words, i: int, text: str) -> None:
+        """Warn at the master, of the instruction at `i` (its stream's thread)."""
+        segment = self.state.work(p).segment
+        self.state.send(Warned(segment.seq, segment.start + i, "UserWarning", text), None)
+
+    def _compiled(self, number: int, mesh: int) -> str:
+        """Return what became of the compiling of a program: a template of a mesh's, or of our own."""
+        log = self.state if mesh == -1 else self.state.meshes.get(mesh)
+        step = None if log is None else log.info.get(number)
+        return step.compiled if isinstance(step, Program) else ""
 
     def _called(self, name: str) -> Operator:
         """Return what a template calls. After a space its name has what the user calls it."""
@@ -427,19 +444,28 @@ class Executor:
         if name.startswith(PREFIX):
             self.chain.add(mesh, number, along(mesh, name, args, real, self.joint.take_part, state.spread))
             return
-        call, lanes = self._called(name), []
+        if name == PROGRAM:
+            own = partial(self._member_template, mesh)
+            step: Step = Program(args, kwargs.get("compile"), state, own, self._warn)
+        else:
+            step = self._member_template(mesh, Row(name, args, kwargs, results))
+        self.chain.add(mesh, number, step)
+
+    def _member_template(self, mesh: MeshState, row: Row) -> Step:
+        """Return what runs an instruction of a mesh for its members here."""
+        state, real = self.state, self.state.devices.real
+        call, lanes = self._called(row.name), []
         for k in range(len(mesh.devices)):
-            own = [mesh.member_device(pattern, k) for pattern in args]
-            named = {key: mesh.member_device(value, k) for key, value in kwargs.items()}
-            lanes.append(Template(name, call, own, named, results, real, state.fail))
+            own = [mesh.member_device(pattern, k) for pattern in row.args]
+            named = {key: mesh.member_device(value, k) for key, value in row.kwargs.items()}
+            lanes.append(Template(row.name, call, own, named, row.results, real, state.fail))
             note_writes(lanes[-1], own)
         if len(lanes) == 1:
-            self.chain.add(mesh, number, lanes[0])
-            return
+            return lanes[0]
         # On a CPU (or where it simulates GPUs) the members share one generator; real GPUs have one each.
         on = [real(torch.device(d)) for d in mesh.devices]
         shared = all(device.type == "cpu" for device in on) and may_draw(lanes[0])
-        self.chain.add(mesh, number, Lanes(lanes, on, state.spread, mesh.generators if shared else None))
+        return Lanes(lanes, on, state.spread, mesh.generators if shared else None)
 
     def close(self) -> None:
         """Drop what no stream has begun: the master is gone (the reader)."""

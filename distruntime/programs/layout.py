@@ -1,0 +1,275 @@
+"""How a recording is laid out as parts: which values cross from one to another, and which part keeps what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+
+from ..errors import NotSupportedError
+from ..log.current import current_streams
+from ..log.handle import Handle, Place, Residence, Storage
+from ..log.log import Log
+from ..log.mesh_log import MeshLog
+from ..log.spec import NO_TENSOR, Spec
+from ..session.session import session_of_log
+from ..tensors.tensor import DistributedTensor
+from ..wire.messages import ARGUMENT, HELD, MADE
+from .changing import Number
+from .parts import Bridge, Made, Needs, Piece, Where
+from .recording import Crossed, Cut, Name, Part, Recording
+from .run import Run
+
+# Behind the last part.
+_END = 1 << 60
+Paths = Mapping[str, DistributedTensor]
+
+
+class Layout:
+    """The parts of a program, and what stands between them, in order."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        kept: Mapping[int, Name],
+        numbers: Sequence[Number],
+        returned: Mapping[Name, Handle],
+        paths: Paths,
+        leaves: Sequence[object],
+        before: Sequence[tuple[str, Storage]],
+        compile: str | None,
+    ) -> None:
+        self._recording, self._returned, self._paths = recording, returned, paths
+        self._acts = list(recording.acts)
+        self._held = {path: tensor._handle for path, tensor in paths.items()}
+        self.current = dict(current_streams.get())
+        self._find_uses()
+        keeping = self._keep(kept)
+        # These are the memories that somebody outside a replay knows.
+        self._known: dict[int, Where] = {}
+        for path, storage in before:
+            if path in self._held:
+                self._known[id(storage)] = "fixed", self._held[path].storage
+        for handle in self._held.values():
+            self._known[id(handle.storage)] = "fixed", handle.storage
+        for k, leaf in reversed([*enumerate(leaves)]):
+            if isinstance(leaf, DistributedTensor):
+                self._known[id(leaf._handle.storage)] = "argument", k
+        self._next = count().__next__
+        # How large a replay's own memories are, as far as that is known.
+        self.specs: dict[int, Spec] = {}
+        self._count_memories()
+        words = {number.word: n for n, number in enumerate(numbers)}
+        self.acts: list[Piece | Bridge] = []
+        self.bridges: list[Bridge] = []
+        for at, act in enumerate(self._acts):
+            if isinstance(act, Crossed):
+                bridge = Bridge(act, recording, self._held)
+                bridge.memories = [self._memory(name) for name in bridge.makes]
+                self.acts.append(bridge)
+                self.bridges.append(bridge)
+                continue
+            mine = keeping.get(at, {})
+            results = self._results(at, act, mine)
+            memories = None
+            if act.known:
+                memories = [
+                    (self._where(memory, act.log), written)
+                    for memory, written in act.memories.values()
+                    if self._shared(memory, act.log)
+                ]
+                memories += [(where, True) for name in mine.values() if (where := self._memory_of(name))]
+            needs = Needs(self._held, words, recording.floats, mine, results, memories, compile)
+            stream = act.stream if recording.several else -1
+            self.acts.append(Piece(act, recording, stream, needs, self._home(at, act)))
+        self.logs: list[Log] = list(
+            dict.fromkeys(
+                log
+                for act in self._acts
+                for log in ([act.log] if isinstance(act, Part) else act.between.logs)
+            )
+        )
+        last = {name: max(uses) for name, uses in self._users.items() if uses and name not in returned}
+        self.over: list[list[Name]] = [[] for _ in self._acts]
+        for name, maker in self._makers.items():
+            if name not in returned:
+                self.over[last.get(name, maker)].append(name)
+
+    def _find_uses(self) -> None:
+        """Note which act makes each value, and which ones use it."""
+        self._makers: dict[Name, int] = {}
+        self._users: dict[Name, set[int]] = {}
+        for at, act in enumerate(self._acts):
+            steps = act.steps if isinstance(act, Part) else [act.step]
+            for step in steps:
+                found = self._recording.body[step]
+                if isinstance(found, Cut):
+                    names: tuple[Name, ...] = found.reads
+                else:
+                    names = (*found.words, *(found.kin or ()))
+                for name in names:
+                    self._users.setdefault(name, set()).add(at)
+                for number in found.makes:
+                    self._makers[MADE, number] = at
+
+    def _keep(self, kept: Mapping[int, Name]) -> dict[int, dict[int, Name]]:
+        """Return which act puts which values under names that stay.
+
+        It is the last part of their log, unless something behind it still needs what was there, or makes
+        what will be. Then another part follows.
+        """
+        logs: dict[Log, dict[int, Name]] = {}
+        paths: dict[int, list[str]] = {}
+        for path, handle in self._held.items():
+            paths.setdefault(handle.ref, []).append(path)
+            if handle.ref in kept:
+                logs.setdefault(handle.place.node, {})[handle.ref] = kept[handle.ref]
+        found: dict[int, dict[int, Name]] = {}
+        for log, mine in logs.items():
+            needs = [self._makers.get(name, -1) for name in mine.values()]
+            for ref in mine:
+                for path in paths[ref]:
+                    needs += self._users.get((HELD, path), ())
+            last = max(
+                (k for k, act in enumerate(self._acts) if isinstance(act, Part) and act.log is log),
+                default=-1,
+            )
+            if last < max(needs, default=-1):
+                stream = 0
+                if last >= 0:
+                    before = self._acts[last]
+                    assert isinstance(before, Part)
+                    stream = before.stream
+                last = len(self._acts)
+                self._acts.append(Part(log, stream))
+            found[last] = mine
+            for name in mine.values():
+                self._users.setdefault(name, set()).add(last)
+        # What was under a name before it is renewed may be returned.
+        for name in self._returned:
+            if name[0] == HELD:
+                ref = self._held[str(name[1])].ref
+                self._makers[name] = next(at for at, mine in found.items() if ref in mine)
+        return found
+
+    def _results(self, at: int, part: Part, kept: Mapping[int, Name]) -> list[Made]:
+        """Return what a part makes and somebody else needs."""
+        found = []
+        for name, maker in self._makers.items():
+            if maker != at or not (name in self._returned or self._users.get(name, set()) - {at}):
+                continue
+            spec, place = self._described(name) or (NO_TENSOR, self._home(at, part))
+            found.append(Made(name, spec, place, self._memory(name)))
+        return found
+
+    def _described(self, name: Name) -> tuple[Spec, Residence] | None:
+        """Return what is known of a value that crosses."""
+        handle = self._returned.get(name)
+        if handle is not None:
+            return handle.spec, handle.place
+        for act in self._acts:
+            if isinstance(act, Crossed):
+                cut = self._recording.body[act.step]
+                assert isinstance(cut, Cut)
+                for one, operand in zip(cut.reads, act.operands):
+                    if one == name:
+                        return operand
+        return None
+
+    def _home(self, at: int, part: Part) -> Residence:
+        """Return a place of a part's log: one that it uses, if that is known."""
+        for name in (name for name, uses in self._users.items() if at in uses):
+            if name[0] == HELD and str(name[1]) in self._held:
+                return self._held[str(name[1])].place
+        for name, maker in self._makers.items():
+            if maker == at and name in self._returned:
+                return self._returned[name].place
+        for handle in (*self._held.values(), *self._returned.values()):
+            if handle.place.node is part.log:
+                return handle.place
+        if isinstance(part.log, MeshLog):
+            return part.log.residence()
+        place = Place(part.log.index, "cpu")
+        return session_of_log(part.log).places.residence(place, numbered=False)
+
+    # -- memories --------------------------------------------------------------------------------------------
+
+    def _count_memories(self) -> None:
+        """Note the memories that more than one part uses, or that are known by a value that crosses."""
+        times: dict[int, int] = {}
+        for part in self._acts:
+            if isinstance(part, Part):
+                for key in part.memories:
+                    times[key] = times.get(key, 0) + 1
+        self._several = {key for key, n in times.items() if n > 1}
+        self._own: dict[int, Where] = {}
+        self._of_names: dict[Name, Where] = {}
+        for name in self._makers:
+            if name in self._returned or len(self._users.get(name, ())) > 0:
+                memory = self._object(name)
+                if memory is not None:
+                    self._several.add(id(memory))
+
+    def _object(self, name: Name) -> object | None:
+        handle = self._returned.get(name)
+        if handle is not None:
+            return handle.storage
+        return self._recording.memories.get(int(name[1])) if name[0] == MADE else None
+
+    def _shared(self, memory: object, log: Log) -> bool:
+        generator = log.order is not None and memory is log.order.generator
+        return generator or id(memory) in self._known or id(memory) in self._several
+
+    def _where(self, memory: object, log: Log) -> Where | None:
+        """Return where a replay finds a memory; None for the generators."""
+        if log.order is not None and memory is log.order.generator:
+            return None
+        found = self._known.get(id(memory)) or self._own.get(id(memory))
+        if found is None:
+            found = self._own[id(memory)] = "own", self._next()
+        return found
+
+    def _memory(self, name: Name) -> Where:
+        """Return where a replay finds the memory of a value that crosses."""
+        memory = self._object(name)
+        if memory is not None:
+            found = self._known.get(id(memory)) or self._own.get(id(memory))
+            if found is None:
+                number = self._next()
+                found = self._own[id(memory)] = "own", number
+            if found[0] == "own" and isinstance(memory, Storage) and isinstance(found[1], int):
+                self.specs[found[1]] = memory.spec
+            return found
+        if name not in self._of_names:
+            self._of_names[name] = "own", self._next()
+        return self._of_names[name]
+
+    def _memory_of(self, name: Name) -> Where | None:
+        if name[0] == ARGUMENT:
+            return "argument", int(name[1])
+        if name[0] == HELD:
+            return "fixed", self._held[str(name[1])].storage
+        return self._memory(name)
+
+
+def is_new(name: Name, kept: Mapping[int, Name], paths: Paths) -> bool:
+    """Whether a replay gives a value that is returned a ref of its own."""
+    kind, what = name
+    if kind == MADE:
+        return True
+    return kind == HELD and str(what) in paths and paths[str(what)]._handle.ref in kept
+
+
+def kept_behind(run: Run, paths: Paths) -> dict[int, Name]:
+    """Return which value stands under each ref behind a replay, where that changes."""
+    kept: dict[int, Name] = {}
+    for path, name in run.state.items():
+        ref = paths[path]._handle.ref
+        if name[0] == HELD and paths.get(str(name[1])) is None:
+            raise NotSupportedError(
+                f"what was at {name[1]} is at {path} now: a program cannot follow that yet"
+            )
+        if name[0] == HELD and paths[str(name[1])]._handle.ref == ref:
+            continue
+        if kept.setdefault(ref, name) != name:
+            raise NotSupportedError(f"what stays at {path} is shared in a way that no program can follow yet")
+    return kept

@@ -1,0 +1,257 @@
+"""The parts of a program: what each one's log learns of it, and how a replay issues it.
+
+A part is one instruction of its log, with operands, numbers and results. A value that another part, or what
+stands between them, reads is a result here and an operand there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import final
+
+import msgpack
+
+from ..log.current import current_streams
+from ..log.handle import Handle, Residence, Storage, next_ref
+from ..log.issue import Between, Streams, stream_at
+from ..log.line import Line, Replayed
+from ..log.log import Log, relieve
+from ..log.mesh_log import MeshLog
+from ..log.node import Node
+from ..log.order import Memory
+from ..log.spec import NO_TENSOR, Spec
+from ..tensors.worker_functions import read_function
+from ..wire.messages import ARGUMENT, FLOAT, HELD, MADE, NUMBER, PROGRAM
+from .recording import Crossed, Instruction, Name, Part, Recording
+
+# Where a memory is found in a replay: that of an argument, one that stays, or one of the replay's own.
+Where = tuple[str, int | Storage | None]
+
+
+@dataclass
+class Made:
+    """A result of a part: what it is, and its memory."""
+
+    name: Name
+    spec: Spec
+    place: Residence
+    memory: Where
+
+
+@dataclass
+class Values:
+    """What one replay has: arguments, values that it has made, and their memories."""
+
+    leaves: Sequence[object]
+    # How large its own memories are, as far as that is known.
+    specs: Mapping[int, Spec]
+    made: dict[Name, Handle] = field(default_factory=dict)
+    memories: dict[int, Storage] = field(default_factory=dict)
+
+    def storage(self, where: Where) -> Storage:
+        """Return a memory; one of the replay's own is made at its first use."""
+        kind, what = where
+        if isinstance(what, Storage):
+            return what
+        assert isinstance(what, int)
+        if kind == "argument":
+            return self.leaves[what]._handle.storage  # type: ignore[no-any-return, attr-defined]
+        found = self.memories.get(what)
+        if found is None:
+            found = self.memories[what] = Storage(self.specs.get(what, NO_TENSOR))
+        return found
+
+    def handle(self, name: Name) -> Handle:
+        """Return an argument, or a value that was made."""
+        kind, what = name
+        if kind == ARGUMENT:
+            assert isinstance(what, int)
+            return self.leaves[what]._handle  # type: ignore[no-any-return, attr-defined]
+        return self.made[name]
+
+
+@dataclass
+class Needs:
+    """What a part has to know of the others, and of what was found."""
+
+    held: Mapping[str, Handle]
+    # These floats are numbers of the call, by their number in the recording.
+    numbers: Mapping[int, int]
+    floats: Sequence[float]
+    # The value under each of these refs is another one behind the part.
+    kept: Mapping[int, Name]
+    # These values are results, as somebody else needs them.
+    results: Sequence[Made]
+    # The memories that it uses, each with whether it writes it; None where that is not known.
+    memories: Sequence[tuple[Where | None, bool]] | None
+    # The worker compiles it so.
+    compile: str | None
+
+
+class Piece:
+    """A part that a replay issues as one instruction."""
+
+    def __init__(self, part: Part, recording: Recording, stream: int, needs: Needs, home: Residence) -> None:
+        self.log, self._stream, self._home, self._weight = part.log, stream, home, part.weight
+        steps = [recording.body[k] for k in part.steps]
+        self.lines = [recording.lines[k] for k in part.steps]
+        body = [ins for ins in steps if isinstance(ins, Instruction)]
+        own = {number for ins in body for number in ins.makes}
+        used = dict.fromkeys(name for ins in body for name in (*ins.words, *(ins.kin or ())))
+        used.update(dict.fromkeys(needs.kept.values()))
+        used.update(dict.fromkeys(made.name for made in needs.results))
+        # What it does not make itself comes as an operand.
+        self.operands = [
+            name for name in used if name[0] == ARGUMENT or (name[0] == MADE and name[1] not in own)
+        ]
+        self.operands.sort(key=lambda name: (name[0] != ARGUMENT, name[1]))
+        self._numbers = sorted(
+            {needs.numbers[int(k)] for kind, k in used if kind == FLOAT and k in needs.numbers}
+        )
+        self.made, self.memories = needs.results, needs.memories
+        offsets = {name: 1 + n for n, name in enumerate(self.operands)}
+        words = {number: 1 + len(offsets) + n for n, number in enumerate(self._numbers)}
+        reads: dict[int, None] = {}
+
+        def word(name: Name) -> list[object]:
+            kind, what = name
+            if name in offsets:
+                return [ARGUMENT, offsets[name]]
+            if kind == FLOAT:
+                k = int(what)
+                return [NUMBER, words[needs.numbers[k]]] if k in needs.numbers else [FLOAT, needs.floats[k]]
+            if kind == HELD:
+                ref = needs.held[str(what)].ref
+                reads[ref] = None
+                return [HELD, ref]
+            return [MADE, what]
+
+        rows: dict[int, int] = {}
+        rendered = []
+        for ins in body:
+            row = rows.setdefault(ins.template, len(rows))
+            kin = None if ins.kin is None else [word(name) for name in ins.kin]
+            rendered.append([row, [word(name) for name in ins.words], list(ins.makes), kin])
+        templates = [list(self.log.templates.fields(number)) for number in rows]
+        definition = [
+            templates,
+            rendered,
+            [[ref, word(name)] for ref, name in needs.kept.items()],
+            [word(made.name) for made in needs.results],
+            len(self.operands),
+            len(self._numbers),
+        ]
+        by_ref = {handle.ref: handle for handle in needs.held.values()}
+        # Nothing that it reads may be freed.
+        self.held = [by_ref[ref] for ref in dict.fromkeys((*reads, *needs.kept))]
+        self._kept = [by_ref[ref] for ref in needs.kept]
+        options = {} if needs.compile is None else {"compile": needs.compile}
+        self._fields: list[object] = [PROGRAM, definition, options, 0]
+        self._key: bytes = msgpack.packb(self._fields)
+        self._taught = Taught(self.log, self._key)
+
+    def issue(self, values: Values, numbers: Sequence[float], call: Line, name: str) -> None:
+        """Issue it as one instruction. Block while the window is full."""
+        log = self.log
+        relieve(log)
+        line = replayed(call, name, self.lines)
+        operands = [values.handle(operand) for operand in self.operands]
+        fresh = []
+        for made in self.made:
+            handle = Handle(next_ref(), made.spec, made.place, values.storage(made.memory))
+            values.made[made.name] = handle
+            fresh.append(handle)
+        refs = [handle.ref for handle in operands], [handle.ref for handle in fresh]
+        words: list[object] = [0, *refs[0], *[numbers[k] for k in self._numbers], *refs[1]]
+        with log.lock:
+            words[0] = log.template(self._key, self._fields)
+            log.weigh(self._weight)
+            order = log.order
+            if order is None:
+                born = log.append(words, line)
+                for handle in fresh:
+                    handle.born = born
+                # What it has written is read behind it, whatever that is.
+                log.checked = born[0]
+                return
+            stream = stream_at(self._home) if self._stream < 0 else self._stream
+            reads: list[Handle] = [*operands, *self.held]
+            written: list[Memory] = [order.generator]
+            if self.memories is None:
+                written += [handle.storage for handle in reads]
+            else:
+                written = [
+                    order.generator if where is None else values.storage(where)
+                    for where, writes in self.memories
+                    if writes
+                ]
+            written += [handle.storage for handle in self._kept]
+            born = order.issue(stream, words, fresh, reads, written, line)
+            order.checked[stream] = born[0]
+            for handle in self._kept:
+                order.remake(handle, stream, born)
+
+    def compiled(self) -> str:
+        """Return what became of its compiling, on one of its workers. Block until that one is there."""
+        log = self.log
+        with log.lock:
+            number = log.template(self._key, self._fields)
+        if isinstance(log, MeshLog):
+            return str(read_function(next(iter(log.ranks)), "compiled", [number, log.number]))
+        assert isinstance(log, Node)
+        return str(read_function(log, "compiled", [number, -1]))
+
+
+class Bridge:
+    """What a replay issues between parts, by the function that issues it outside programs."""
+
+    def __init__(self, crossed: Crossed, recording: Recording, held: Mapping[str, Handle]) -> None:
+        self.between: Between = crossed.between
+        self._streams: Streams | None = crossed.streams
+        cut = recording.body[crossed.step]
+        assert not isinstance(cut, Instruction)
+        self.reads, self.makes = cut.reads, [(MADE, number) for number in cut.makes]
+        self._held = {name: held[str(name[1])] for name in cut.reads if name[0] == HELD}
+        self._line = recording.lines[crossed.step]
+        # The memory of each value that it makes, if a part names that.
+        self.memories: list[Where | None] = [None] * len(self.makes)
+
+    def issue(self, values: Values, numbers: Sequence[float], call: Line, name: str) -> None:
+        """Issue it. Block while a window is full."""
+        reads = [self._held[one] if one in self._held else values.handle(one) for one in self.reads]
+        line = replayed(call, name, [self._line])
+        if self._streams is None:
+            made = self.between.again(reads, line)
+        else:
+            token = current_streams.set(self._streams)
+            try:
+                made = self.between.again(reads, line)
+            finally:
+                current_streams.reset(token)
+        for one, handle, where in zip(self.makes, made, self.memories):
+            values.made[one] = handle
+            if where is not None and isinstance(where[1], int):
+                values.memories[where[1]] = handle.storage
+
+
+def replayed(line: Line, name: str, lines: Sequence[Line | None]) -> Line:
+    """Return the line of a replay of instructions that have these lines."""
+    call = line[1]
+    return line if call is None else (0, Replayed(call, name, lines), line[2])
+
+
+@final
+class Taught:
+    """Stands for what a worker has learnt of a program: it forgets that when nobody holds this.
+
+    The collector may run the finalizer inside any lock, so it only appends, as that of a `Handle` does.
+    """
+
+    __slots__ = ("__del__",)
+
+    __del__: Callable[[], object]
+
+    def __init__(self, log: Log, key: bytes) -> None:
+        self.__del__ = MethodType(log.dropped.append, key)

@@ -1,0 +1,66 @@
+"""A function as it is, and as a program: what both leave and return is equal, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+import distruntime as dr
+
+
+class Case(NamedTuple):
+    """A function, what its k-th call gets, and the tensors that it leaves behind."""
+
+    function: Callable[..., Any]
+    arguments: Callable[[int], tuple[Any, ...]]
+    state: Callable[[], Sequence[torch.Tensor | None]] = tuple
+
+
+def _value(tensor: torch.Tensor) -> torch.Tensor:
+    members = getattr(tensor, "_handle", None) and tensor._handle.place.place.members  # type: ignore[attr-defined]
+    if members:
+        return torch.stack([tensor.member(k).cpu() for k in range(len(members))])  # type: ignore[attr-defined]
+    return tensor.cpu()
+
+
+def read(tensor: object) -> object:
+    """Return a remote tensor's value, a text of its failure, or a plain value as it is."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    try:
+        return _value(tensor.detach())
+    except (IndexError, dr.NodeFailed, dr.StreamCancelled) as error:
+        return type(error).__name__
+
+
+def outcomes(case: Case, call: Callable[..., Any], calls: int) -> list[object]:
+    """Call so often, and return all that was returned and left behind."""
+    found: list[object] = []
+    for k in range(calls):
+        out = call(*case.arguments(k))
+        found += [read(leaf) for leaf in (*tree_leaves(out), *case.state())]
+    return found
+
+
+def equal(one: object, other: object) -> bool:
+    """Whether two outcomes are the same, bit for bit."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)) and one.dtype == other.dtype
+    return type(one) is type(other) and one == other
+
+
+def replayed_as_eager(make: Callable[[], Case], calls: int = 8, seed: int = 0) -> Any:
+    """Compare a function with its program, each on state of its own. Return the program."""
+    seen = []
+    for replayed in (False, True):
+        torch.manual_seed(seed)
+        dr.manual_seed(seed)
+        case = make()
+        call: Any = dr.program(case.function) if replayed else case.function
+        seen.append(outcomes(case, call, calls))
+    for k, (one, other) in enumerate(zip(*seen, strict=True)):
+        assert equal(one, other), (k, one, other)
+    return call

@@ -1,0 +1,241 @@
+"""Programs that Inductor compiles: the regions, what runs until they are ready, and what a failure leaves."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import distruntime as dr
+from agree import REMOTE
+from distruntime.wire.codec import OPERAND
+from distruntime.wire.messages import ARGUMENT, FLOAT, HELD, MADE
+from distruntime_worker.programs.definition import Definition, Instruction, Name, Row
+from distruntime_worker.programs.regions import Inputs, Region, graph_of, regions_of
+from distruntime_worker.programs.source import NotBegun, Source
+from distruntime_worker.values.step import Slots
+from distruntime_worker.values.template import Template, operator
+from processes import until
+
+# -- regions, without Inductor -------------------------------------------------------------------------------
+
+X, W = (ARGUMENT, 1), (HELD, 7)
+
+
+def _made(*numbers: int) -> list[Name]:
+    return [(MADE, number) for number in numbers]
+
+
+def _row(name: str, *args: Any, results: Any = 1) -> Row:
+    return Row(name, [*args], {}, results)
+
+
+def _parts(definition: Definition) -> list[Template]:
+    def fail(*told: object) -> None:
+        raise AssertionError(told)
+
+    return [
+        Template(row.name, operator(row.name), row.args, row.kwargs, row.results, torch.device, fail)
+        for row in definition.rows
+    ]
+
+
+def _program(operand: Any = OPERAND) -> Definition:
+    """Return `h = relu(x @ w); n = bernoulli(h); a, b = split(h * 2); w.add_(b.t() @ a); return n, b`."""
+    rows = [
+        _row("aten::mm", operand, operand),
+        _row("aten::relu", operand),
+        _row("aten::mul.Scalar", operand, ["number"]),
+        _row("aten::bernoulli", operand),
+        _row("aten::split.Tensor", operand, 2, results=[1, 1]),
+        _row("aten::t", operand),
+        _row("aten::add_.Tensor", operand, operand, results=0),
+    ]
+    body = [
+        Instruction(0, [X, W], [0], None),
+        Instruction(1, _made(0), [1], None),
+        Instruction(2, [*_made(1), (FLOAT, 2.0)], [2], None),
+        Instruction(3, _made(1), [3], None),
+        Instruction(4, _made(2), [4, 5], None),
+        Instruction(5, _made(5), [6], None),
+        Instruction(0, _made(6, 4), [7], None),
+        Instruction(6, [W, *_made(7)], [], None),
+    ]
+    return Definition(rows, body, [], _made(3, 5), 1, 0)
+
+
+def _regions() -> tuple[Definition, list[Template], list[Region]]:
+    definition = _program()
+    parts = _parts(definition)
+    return definition, parts, regions_of(definition, parts)
+
+
+def test_what_draws_stands_between_regions() -> None:
+    _, _, (first, second) = _regions()
+    assert (first.first, first.behind, first.writes) == (0, 3, False)
+    assert (list(first.inputs), list(first.outputs)) == ([X, W], _made(1, 2))
+    assert (second.first, second.behind, second.writes) == (4, 8, True)
+    assert (list(second.inputs), list(second.outputs)) == ([(MADE, 2), W], _made(5))
+
+
+def _eager(definition: Definition, parts: list[Template], region: Region) -> Callable[..., Any]:
+    return graph_of(region, definition, [part.pattern for part in parts if part.pattern], torch.device)
+
+
+def _source(calls: Sequence[Callable[..., Any]] | None = None) -> tuple[Source, Any, list[Region]]:
+    definition, parts, regions = _regions()
+    source = Source(definition, [part.pattern for part in parts if part.pattern], set(), torch.device)
+    inputs = Inputs()
+    first = source.first_run(_slots(), [5, 1, 2, 3], 0, regions, inputs)
+    assert [len(inputs.of[region.first]) for region in regions] == [2, 2]
+    if calls is None:
+        calls = [_eager(definition, parts, region) for region in regions]
+    other, run = source.with_regions([*zip(regions, calls)])
+    return other, (first, run), regions
+
+
+def _slots() -> Slots:
+    torch.manual_seed(0)
+    return {1: torch.rand(4, 4) / 8, 7: torch.rand(4, 4)}
+
+
+def test_a_program_of_regions_does_what_it_does_as_straight_line_code() -> None:
+    _, runs, _ = _source()
+    seen = []
+    for run in runs:
+        slots = _slots()
+        torch.manual_seed(1)
+        run(slots, [5, 1, 2, 3], 0)
+        seen.append(slots)
+    assert seen[0].keys() == seen[1].keys() == {1, 2, 3, 7}
+    for one, other in zip(seen[0].values(), seen[1].values()):
+        assert isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+
+
+@pytest.mark.parametrize("error", [NotBegun(), ValueError("no")], ids=["not begun", "half-way"])
+@pytest.mark.parametrize("which", [0, 1], ids=["reads", "writes"])
+def test_a_region_that_fails_runs_again_if_it_has_written_nothing(error: Exception, which: int) -> None:
+    definition, parts, regions = _regions()
+
+    def fails(*inputs: object) -> object:
+        raise error
+
+    calls = [_eager(definition, parts, region) for region in regions]
+    source, (_, run), _ = _source([*calls[:which], fails, *calls[which + 1 :]])
+    with pytest.raises(type(error)) as caught:
+        run(_slots(), [5, 1, 2, 3], 0)
+    stopped = source.stopped_in(caught.value)
+    again = which == 0 or isinstance(error, NotBegun)
+    assert stopped.at == regions[which].first
+    assert list(stopped.failed) == ([] if again else [4, 5, 6, 7])
+
+
+# -- with Inductor -------------------------------------------------------------------------------------------
+
+
+def _ready(program: Any) -> None:
+    until(lambda: program.compiled != "compiling", 300)
+    assert program.compiled == "inductor"
+
+
+@pytest.mark.slow
+def test_a_compiled_program_does_what_eager_does(session: object) -> None:
+    there, here = torch.ones(8, device=REMOTE), torch.ones(8)
+    table, held = torch.arange(12.0, device=REMOTE).view(6, 2), torch.arange(12.0).view(6, 2)
+
+    def f(x: torch.Tensor, i: torch.Tensor, table: torch.Tensor, state: torch.Tensor) -> Any:
+        y = (x.sin() + x * 2).relu()
+        state.mul_(0.5).add_(y)
+        return y.sum(), (table[i] * 2 + 1).exp(), x[:2]
+
+    program: Any = dr.program(lambda x, i: f(x, i, table, there), compile="inductor")
+    assert program.compiled == "no call was replayed yet"
+    x, i = torch.rand(8), torch.tensor([1, 5])
+    for k in range(10):
+        if k == 5:
+            _ready(program)
+        for one, other in zip(f(x, i, held, here), program(x.to(REMOTE), i.to(REMOTE))):
+            torch.testing.assert_close(one, other.cpu())
+        torch.testing.assert_close(here, there.cpu())
+    assert program.replays >= 6
+    # The state was written before the error, or not: it is lost. All else goes on.
+    total, rows, _ = program(x.to(REMOTE), torch.tensor([1, 77], device=REMOTE))
+    for lost in (total, rows, there):
+        with pytest.raises(RuntimeError, match=r"(?s)index out of bounds.*compiled by Inductor"):
+            lost.cpu()
+    there = here.to(REMOTE)
+    for one, other in zip(f(x, i, held, here), program(x.to(REMOTE), i.to(REMOTE))):
+        torch.testing.assert_close(one, other.cpu())
+
+
+@pytest.mark.slow
+def test_a_compiled_training_step_trains(session: object) -> None:
+    def made(device: str) -> tuple[torch.nn.Module, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(16, 32), torch.nn.LayerNorm(32), torch.nn.GELU(), torch.nn.Linear(32, 4)
+        ).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return model, step
+
+    (mine, local), (theirs, remote) = made("cpu"), made(REMOTE)
+    program: Any = dr.program(remote, compile="inductor")
+    x, y = torch.rand(8, 16), torch.randint(0, 4, (8,))
+    for k in range(30):
+        if k == 8:
+            _ready(program)
+        one, other = local(x, y), program(x.to(REMOTE), y.to(REMOTE))
+        torch.testing.assert_close(one, other.cpu(), rtol=1e-5, atol=1e-5)
+    for p, q in zip(mine.parameters(), theirs.parameters()):
+        torch.testing.assert_close(p, q.cpu(), rtol=1e-4, atol=1e-5)
+    assert program.replays > 20
+
+
+@pytest.mark.slow
+def test_arguments_that_share_memory_are_not_for_compiled_code(session: object) -> None:
+    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1).mul_(2)
+        return (y.sin() + 1).exp()
+
+    program: Any = dr.program(f, compile="inductor")
+    for k in range(8):
+        x = torch.rand(6)
+        there = x.to(REMOTE)
+        if k == 5:
+            _ready(program)
+        mine, theirs = x[:3], there[:3]
+        if k % 2:
+            mine, theirs = torch.ones(3), torch.ones(3, device=REMOTE)
+        torch.testing.assert_close(f(x[:3], mine), program(there[:3], theirs).cpu())
+        torch.testing.assert_close(x, there.cpu())
+
+
+@pytest.mark.slow
+def test_a_program_that_inductor_cannot_compile_runs_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    dr.shutdown()
+    monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with dr.init_master_worker(world_size=1, quiet=True), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        x = torch.ones(3, device=REMOTE)
+        program: Any = dr.program(lambda x: (x.sin() + 1).exp().relu(), compile="inductor")
+        for _ in range(4):
+            program(x)
+        until(lambda: program.compiled != "compiling", 300)
+        assert program.compiled.startswith("Inductor cannot compile it: ")
+        torch.testing.assert_close(program(x).cpu(), (torch.ones(3).sin() + 1).exp().relu())
+        dr.synchronize()
+    assert any("runs as straight-line code" in str(warning.message) for warning in seen)

@@ -1,0 +1,75 @@
+"""Random programs, replayed: equal to eager bit for bit, also with a failure in them, and through cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import distruntime as dr
+from network import Network
+from processes import ListeningWorker
+from recorded_programs import KINDS, compare
+
+ALL = [*KINDS]
+
+
+def _tried(seed: int, kind: str, calls: int, bad: int = -1, before: Any = lambda k: None) -> None:
+    program = compare(seed, kind, calls, bad, before)
+    assert program.replays >= calls - 5 and not program.why, (seed, kind, program.why)
+    # A failure that nothing depends on is still to be told.
+    with suppress(IndexError):
+        for _ in range(20 if bad >= 0 else 0):
+            dr.synchronize()
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_random_programs_are_equal_to_eager(session: object, kind: str) -> None:
+    seed = ALL.index(kind)
+    _tried(seed, kind, 8, bad=6 if seed % 2 else -1)
+
+
+@pytest.mark.slow(reason="200 programs of 25 calls each")
+@pytest.mark.timeout(3000)
+def test_many_random_programs_are_equal_to_eager(session: object) -> None:
+    for seed in range(200):
+        _tried(1000 + seed, ALL[seed % len(ALL)], 25, bad=17 if seed % 3 == 0 else -1)
+
+
+def _through_cuts(fresh_session: Callable[..., Any], folder: Path, seeds: range, calls: int) -> None:
+    folders = [folder / name for name in "ab"]
+    for one in folders:
+        one.mkdir()
+    workers = [ListeningWorker(one, "--listen", "tcp://127.0.0.1:0") for one in folders]
+    try:
+        with Network(workers[0].address) as network:
+            fresh_session(workers=[network.address, workers[1].address])
+
+            def before(k: int) -> None:
+                if k in (4, 6, calls - 1):
+                    network.tear()
+
+            for seed in seeds:
+                _tried(seed, ALL[seed % len(ALL)], calls, before=before)
+            dr.shutdown()
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+def test_a_random_program_of_all_kinds_is_replayed_through_cuts(
+    fresh_session: Callable[..., Any], tmp_path: Path
+) -> None:
+    seed = 7 * 5 + ALL.index("all")
+    _through_cuts(fresh_session, tmp_path, range(seed, seed + 1), 9)
+
+
+@pytest.mark.slow(reason="50 programs of 25 calls each, and three cuts in each")
+@pytest.mark.timeout(3000)
+def test_many_random_programs_are_replayed_through_cuts(
+    fresh_session: Callable[..., Any], tmp_path: Path
+) -> None:
+    _through_cuts(fresh_session, tmp_path, range(5000, 5050), 25)

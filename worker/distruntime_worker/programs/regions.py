@@ -1,0 +1,153 @@
+"""Regions: stretches of a program that Inductor compiles to one call each.
+
+Some instructions are outside of every region: those that draw random numbers, as Inductor draws others; those
+with a number that changes at each replay; those that are one kernel already (`_fused_...`); and the worker's
+own.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from distruntime.wire.codec import KIN, OPERAND, unpack_constant
+from distruntime.wire.messages import FLOAT, MADE, NUMBER, Plain
+
+from ..values.step import Pattern, Step
+from .definition import Definition, Instruction, Name
+
+# A region of fewer instructions gains less than its call costs.
+_FEWEST = 3
+Compiled = Callable[..., Sequence[torch.Tensor]]  # type: ignore[explicit-any]
+
+
+@dataclass(frozen=True)
+class Region:
+    """The instructions from `first` to before `behind`, with what they read and what is read of them."""
+
+    first: int
+    behind: int
+    inputs: Sequence[Name]
+    outputs: Sequence[Name]
+    # If it writes what it has not made, it cannot run again.
+    writes: bool
+
+
+def regions_of(definition: Definition, parts: Sequence[Step]) -> list[Region]:
+    """Return the regions of a program, in order."""
+    last: dict[Name, int] = {}
+    for at, instruction in enumerate(definition.instructions):
+        for name in (*instruction.words, *(instruction.kin or ())):
+            last[name] = at
+    end = len(definition.instructions)
+    for name in (*(name for _, name in definition.kept), *definition.results):
+        last[name] = end
+    found: list[Region] = []
+    first = 0
+    for at in range(end + 1):
+        if at < end and _fits(definition.instructions[at], parts[definition.instructions[at].row]):
+            continue
+        if at - first >= _FEWEST:
+            found.append(_region(definition, parts, first, at, last))
+        first = at + 1
+    return found
+
+
+def _fits(instruction: Instruction, part: Step) -> bool:
+    pattern = part.pattern
+    if pattern is None or not isinstance(pattern.call, torch._ops.OpOverload):
+        return False
+    namespace, _, base = pattern.call._schema.name.partition("::")
+    return (
+        namespace in ("aten", "prims")
+        and not base.startswith("_fused_")
+        and torch.Tag.nondeterministic_seeded not in pattern.call.tags
+        and pattern.results != KIN
+        and instruction.kin is None
+        and all(kind != NUMBER for kind, _ in instruction.words)
+    )
+
+
+def _region(
+    definition: Definition, parts: Sequence[Step], first: int, behind: int, last: dict[Name, int]
+) -> Region:
+    inputs: dict[Name, None] = {}
+    made: dict[Name, None] = {}
+    writes = False
+    for instruction in definition.instructions[first:behind]:
+        part = parts[instruction.row]
+        writes = writes or bool(part.mutates or part.unsaid)
+        for name in instruction.words:
+            if name[0] != FLOAT and name not in made:
+                inputs[name] = None
+        made.update(((MADE, number), None) for number in instruction.makes)
+    outputs = [name for name in made if last.get(name, -1) >= behind]
+    return Region(first, behind, [*inputs], outputs, writes)
+
+
+class _Graph:
+    """A region as a graph of torch's operators, while it grows."""
+
+    def __init__(self, region: Region, device: Callable[[torch.device], torch.device]) -> None:
+        self.graph, self._device = fx.Graph(), device
+        self.values: dict[Name, fx.Node] = {
+            name: self.graph.placeholder(f"x{k}") for k, name in enumerate(region.inputs)
+        }
+
+    def add(self, instruction: Instruction, pattern: Pattern) -> None:
+        """Add the call of one instruction."""
+        words, makes = iter(instruction.words), iter(instruction.makes)
+        args = tuple(self._word(part, words) for part in pattern.args)
+        kwargs = {key: self._word(part, words) for key, part in pattern.kwargs.items()}
+        node = self.graph.call_function(pattern.call, args, kwargs)  # type: ignore[arg-type]
+        self._store(pattern.results, node, makes)
+
+    def _word(self, part: Plain, words: Iterator[Name]) -> object:
+        if part == OPERAND or part == ["number"]:
+            name = next(words)
+            return name[1] if name[0] == FLOAT else self.values[name]
+        if isinstance(part, list) and part and part[0] == "list":
+            return [self._word(item, words) for item in part[1:]]
+        constant = unpack_constant(part)
+        return self._device(constant) if isinstance(constant, torch.device) else constant
+
+    def _store(self, results: Plain, node: fx.Node, makes: Iterator[int]) -> None:
+        if isinstance(results, list):
+            for k, item in enumerate(results):
+                if item not in (0, []):
+                    self._store(item, self.graph.call_function(operator.getitem, (node, k)), makes)
+        elif results == 1:
+            self.values[MADE, next(makes)] = node
+
+
+def graph_of(
+    region: Region,
+    definition: Definition,
+    patterns: Sequence[Pattern],
+    device: Callable[[torch.device], torch.device],
+) -> fx.GraphModule:
+    """Return a region as a graph that takes its inputs and returns a tuple of its outputs."""
+    found = _Graph(region, device)
+    for instruction in definition.instructions[region.first : region.behind]:
+        found.add(instruction, patterns[instruction.row])
+    found.graph.output(tuple(found.values[name] for name in region.outputs))
+    return fx.GraphModule({}, found.graph)
+
+
+class Inputs:
+    """What the regions of a program get, as tensors without memory, noted in a run."""
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode()
+        self.of: dict[int, list[torch.Tensor]] = {}
+
+    def note(self, region: Region, values: Sequence[object]) -> None:
+        """Note the inputs of one region."""
+        tensors = [x for x in values if isinstance(x, torch.Tensor)]
+        if len(tensors) == len(values):
+            self.of[region.first] = [self._mode.from_tensor(x) for x in tensors]

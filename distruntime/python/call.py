@@ -40,6 +40,7 @@ from .structure import (
     declared,
     handles_of,
     is_fresh,
+    known_here,
     leaves,
     repeats,
     require,
@@ -294,7 +295,8 @@ class _Call:
         What it is is remembered `under` these signatures, or as an object for arguments of these `kinds`.
         """
         request, whole, tape = question
-        structure = require(self._described(request), len(self.handles))
+        told = require(self._described(request), len(self.handles))
+        structure, here = known_here(told)
         # An attribute that is None now may be a tensor later.
         if structure == NOTHING and self.callee.named.startswith("getattr "):
             return keep(whole, self.callee)
@@ -316,7 +318,7 @@ class _Call:
             number = self.node.template(msgpack.packb(fields), fields)
             fresh = handles_of(structure, self.home, self.handles)
             issue([number, whole.ref, *(h.ref for h in fresh)], fresh, [whole], (), self.home, self.line)
-        return self._built(structure, fresh, tape, keep)
+        return self._built(structure, fresh, tape, keep, here)
 
     def _described(self, request: Request[object]) -> object:
         started, session = time.perf_counter(), session_of_log(self.node)
@@ -383,10 +385,18 @@ class _Call:
             if isinstance(written, DistributedTensor):
                 torch.autograd.graph.increment_version(written)
 
-    def _built(self, structure: object, fresh: list[Handle], tape: Handle | None, keep: Keep) -> object:
+    def _built(
+        self,
+        structure: object,
+        fresh: list[Handle],
+        tape: Handle | None,
+        keep: Keep,
+        here: Sequence[bool] | None = None,
+    ) -> object:
+        """`here` says which tensors of the tape's are in the structure; None stands for all."""
         found = tensor_proxies(structure, fresh, self.operands)
         if tape is not None and any(map(wants_grad, leaves(structure))):
-            found = recorded(self.callee.name, structure, found, self.operands, tape)
+            found = recorded(self.callee.name, structure, found, self.operands, tape, here)
         objects = [keep(h, self.callee) if proxy is None else proxy for h, proxy in zip(fresh, found)]
         return built(structure, iter(objects))
 

@@ -27,6 +27,7 @@ from ..session.session import session_of_log
 from ..streams.cancel import cancel, cancel_together
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
+from ..tensors.trees import joined
 from .call import invoke
 from .callee import Callee, Options, upload_bytes
 from .objects import RemoteObject
@@ -242,6 +243,8 @@ class _Team:
     def _joined(self, found: list[object]) -> object:
         """Return the members' results as one: tensors of one size as the mesh's tensor."""
         first = found[0]
+        if all(x is None for x in found):
+            return None
         if all(isinstance(x, DistributedTensor) for x in found):
             tensors = [x for x in found if isinstance(x, DistributedTensor)]
             if len({id(x._handle.spec) for x in tensors}) == 1:
@@ -254,7 +257,8 @@ class _Team:
         dicts = [x for x in found if type(x) is dict]
         if type(first) is dict and len(dicts) == len(found) and all([*x] == [*first] for x in dicts):
             return {key: self._joined([x[key] for x in dicts]) for key in first}
-        return ByRank(found)
+        tree = joined(found, self._joined)
+        return ByRank(found) if tree is None else tree
 
 
 def _team_of(mesh: DeviceMesh) -> _Team:

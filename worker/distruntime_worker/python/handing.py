@@ -16,8 +16,10 @@ from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
+from torch.utils._pytree import tree_leaves
 
 from distruntime.errors import ProtocolError
+from distruntime.wire.codec import Opened, opened
 
 from ..values.objects import spec_fields
 
@@ -166,6 +168,10 @@ def written(
             return type(part)(visit(item, depth + 1) for item in part)  # type: ignore[attr-defined, call-arg]
         if depth < _DEEPEST and type(part) is dict and all(type(key) in _PLAIN for key in part):
             return {key: visit(item, depth + 1) for key, item in part.items()}
+        tree = opened(part) if depth < _DEEPEST else None
+        # The worker need not have the class.
+        if tree is not None and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves([*tree.parts])):
+            return tree._replace(parts=[visit(item, depth + 1) for item in tree.parts])
         return keep(part)
 
     return visit(value, 0)
@@ -177,6 +183,8 @@ def read(value: object, make: Callable[[object], object]) -> object:
         return make(value)
     if type(value) in (tuple, list):
         return type(value)(read(item, make) for item in value)  # type: ignore[attr-defined, call-arg]
+    if isinstance(value, Opened):
+        return value._replace(parts=[read(item, make) for item in value.parts])
     if type(value) is dict:
         return {key: read(item, make) for key, item in value.items()}
     return value

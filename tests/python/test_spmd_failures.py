@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import distruntime as dr
+from distruntime_worker.python.children import readable
 from processes import until
 
 
@@ -223,3 +226,19 @@ def test_the_members_end_with_a_worker_that_is_lost(
         with pytest.raises(dr.NodeFailed, match=rf"node {killed} .*SIGKILL"):
             dr.fetch(item)
     assert torch.ones(2, device=dr.place(1 - killed)).sum().item() == 2.0
+
+
+def test_a_worker_may_have_more_files_than_select_takes() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+    reads, writes = os.pipe()
+    try:
+        high = fcntl.fcntl(reads, fcntl.F_DUPFD, 1100)
+        assert readable([high], 0.0) == []
+        os.write(writes, b"x")
+        assert readable([high, writes], 1.0) == [high]
+        os.close(high)
+    finally:
+        os.close(reads)
+        os.close(writes)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -39,15 +39,22 @@ def test_a_member_that_raises_ends_the_call(mesh: dr.DeviceMesh) -> None:
     assert works(mesh)
 
 
-def test_a_member_that_exits_ends_the_call(mesh: dr.DeviceMesh) -> None:
+def test_a_member_that_exits_ends_the_call(mesh: dr.DeviceMesh, capfd: pytest.CaptureFixture[str]) -> None:
+    said = list[str]()
+
     @dr.spmd(mesh, returns=object)
     def exits() -> None:
         if dist.get_rank() == 1:
+            # Some write a line in parts.
+            for part in ("one", " and", " two\n", "three"):
+                os.write(1, part.encode())
             os._exit(3)
         dist.barrier()
 
     with pytest.raises(RuntimeError, match=r"rank 1 exited with code 3 in .*exits"):
         dr.fetch(exits())
+    until(lambda: "[node 1] [rank 1] three" in (said.append(capfd.readouterr().out) or "".join(said)))
+    assert "[node 1] [rank 1] one and two\n[node 1] [rank 1] three\n" in "".join(said)
     assert works(mesh)
 
 

@@ -59,6 +59,8 @@ class Child:
         self.number, self.link, self.output = number, link, output
         self.pid = 0
         self.code: int | None = None
+        # What it has written and nobody has shown: a line whose end has not come.
+        self.said = b""
 
     def close(self) -> None:
         """Let go of the socket and of the pipe."""

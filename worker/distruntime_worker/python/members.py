@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import cloudpickle
@@ -285,9 +285,9 @@ class Members:
             pipes = {child.output: lane for lane, child in enumerate(self._children) if child.output >= 0}
             links = {self._children[lane].link.fileno(): lane for lane in waiting}
             ready = readable([*links, *pipes], _LOOK)
-            for descriptor in ready:
-                if descriptor in pipes:
-                    self._print(pipes[descriptor])
+            for descriptor, lane in pipes.items():
+                if descriptor in ready or self._children[lane].said:
+                    self._print(lane, descriptor not in ready)
             for descriptor in ready:
                 if descriptor in links:
                     lane = links[descriptor]
@@ -354,19 +354,19 @@ class Members:
                 f"{name} did not return within its timeout; the processes of its mesh were ended"
             )
 
-    def _print(self, lane: int) -> None:
-        """Print what a member has printed, with its rank before each line."""
+    def _print(self, lane: int, all_of_it: bool = True) -> None:
+        """Print what a member has printed, with its rank; a line without an end only if `all_of_it`."""
         child = self._children[lane]
-        try:
+        with suppress(BlockingIOError):
             data = os.read(child.output, _PIPE) if child.output >= 0 else b""
-        except BlockingIOError:
-            return
-        if not data:
-            if child.output >= 0:
+            if not data and child.output >= 0:
                 os.close(child.output)
                 child.output = -1
-            return
-        for line in data.decode(errors="replace").splitlines():
+            child.said += data
+        # Some write a line in parts.
+        end = len(child.said) if all_of_it or len(child.said) > _PIPE else child.said.rfind(b"\n") + 1
+        said, child.said = child.said[:end], child.said[end:]
+        for line in said.decode(errors="replace").splitlines():
             print(f"[rank {self._ranks[lane]}] {line}", flush=True)
 
     def _await_cancel(self, outcome: BaseException, check: Check) -> None:

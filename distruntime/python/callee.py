@@ -181,7 +181,7 @@ def kinds_of(args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[obje
     A dictionary has a number under one name, and a tensor under another one.
     """
     values = (*args, *kwargs.values())
-    return (*kwargs, *[v if type(v) in (str, bool) else type(v) for v in values])
+    return (tuple(kwargs), *[v if type(v) in (str, bool) else type(v) for v in values])
 
 
 def signatures(

@@ -20,6 +20,7 @@ from distruntime.wire.codec import opened
 from distruntime.wire.messages import Plain
 
 from ..values.objects import Held, spec_fields
+from .handing import Circular
 
 OBJECT = "object"
 # What `next` returns at the end of an iterator.
@@ -78,18 +79,27 @@ def _parts_of(value: object) -> Sequence[object] | None:
     return None if found is None else found.parts
 
 
-def _holds_tensors(value: object, depth: int = 0) -> bool:
+def _holds_tensors(value: object, around: tuple[int, ...] = ()) -> bool:
+    """Whether there are tensors in what may be opened; raise `Circular` where it is in itself."""
     if can_be_proxy(value):
         return True
-    parts = None if depth == _DEEPEST else _parts_of(value)
-    return parts is not None and any(_holds_tensors(part, depth + 1) for part in parts)
+    parts = None if len(around) == _DEEPEST else _parts_of(value)
+    if parts is None:
+        return False
+    if id(value) in around:
+        raise Circular
+    inside = (*around, id(value))
+    # All parts are looked at, as the last one may be circular.
+    return True in [_holds_tensors(part, inside) for part in parts]
 
 
 def _opened(value: object) -> bool:
     """Whether a result's parts get refs of their own."""
-    return _holds_tensors(value) or (
-        isinstance(value, tuple) and type(value) is tuple and len(value) <= _MOST
-    )
+    try:
+        holds = _holds_tensors(value)
+    except Circular:
+        return False
+    return holds or (isinstance(value, tuple) and type(value) is tuple and len(value) <= _MOST)
 
 
 # What holds the parts of a result, and the key or number of one.

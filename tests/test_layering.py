@@ -61,7 +61,7 @@ OUTSIDE = {
         "distruntime.log.shards",
         "distruntime.wire.channel",
         "distruntime.wire.shared",
-        "distruntime_worker.python.members",
+        "distruntime_worker.python.kept",
     },
 }
 # These know the kinds of accelerators: three modules of the worker, and its data channels that are for one

@@ -13,7 +13,7 @@ import msgpack
 import torch
 from torch.utils._pytree import tree_map
 
-from ..errors import InternalError, PlacementError, UsageError
+from ..errors import InternalError, UsageError
 from ..log.handle import Handle, Residence, Storage, new_value, next_ref
 from ..log.issue import issue
 from ..log.line import Line, user_line
@@ -26,11 +26,11 @@ from ..operators.ask_worker import ask_specs
 from ..operators.proxies import wrap
 from ..operators.transfer import upload
 from ..session.requests import Request
-from ..session.session import active_session, session_of_log
+from ..session.session import session_of_log
 from ..session.stalls import before_wait, note_wait
 from ..tensors.tensor import DistributedTensor
 from ..wire.codec import OPERAND, pack_constant, unpack_constant
-from .callee import Callee, Options, Signature, kinds_of, recall, remember, signatures, upload_bytes
+from .callee import Callee, Options, Signature, kinds_of, place_of, recall, remember, signatures, upload_bytes
 from .pickling import Given, Operand, pack
 from .results import joined, recorded, tensor_proxies
 from .structure import (
@@ -40,6 +40,7 @@ from .structure import (
     declared,
     handles_of,
     is_fresh,
+    known_here,
     leaves,
     repeats,
     require,
@@ -143,39 +144,19 @@ def _slowly(
         pickled, operands = b"", args  # type: ignore[assignment]
     else:
         pickled, operands = pack(args, kwargs)
-    place = _place(callee, operands, home)
+    place = place_of(callee.name, operands, home)
     relieve(place.node)
     if place.node.members:
         return _each(callee, options, args, kwargs, place, keep)
-    call = _Call(callee, options, pickled, operands, place, line)
+    call = Call(callee, options, pickled, operands, place, line)
     return call.result(args, kwargs, keep, key)
-
-
-def _place(callee: Callee, operands: Sequence[Given], home: Residence | None) -> Residence:
-    """Return where a call runs: where it was told to, else where its operands are, else the current place."""
-    handles = [o._handle for o in operands if isinstance(o, (DistributedTensor, Operand))]
-    first = home or (handles[0].place if handles else None)
-    if first is None:
-        return active_session().places.current()
-    first.node.session.require_open()
-    for handle in handles:
-        handle.place.node.session.require_open()
-        if handle.place.node is not first.node:
-            handle.place.node.require_alive()
-            first.node.require_alive()
-            raise PlacementError(
-                f"{callee.name} runs on {first.place}, and an argument is on {handle.place.place}: "
-                "move a tensor with x.to(device); call a function where its objects are"
-            )
-    first.node.require_alive()
-    return first
 
 
 # The request for what a result is, the result on the worker, and its tape.
 _Question = tuple[Request[object], Handle, Handle]
 
 
-class _Call:
+class Call:
     """One call on one worker, until its result is there to be returned."""
 
     def __init__(
@@ -294,7 +275,8 @@ class _Call:
         What it is is remembered `under` these signatures, or as an object for arguments of these `kinds`.
         """
         request, whole, tape = question
-        structure = require(self._described(request), len(self.handles))
+        told = require(self._described(request), len(self.handles))
+        structure, here = known_here(told)
         # An attribute that is None now may be a tensor later.
         if structure == NOTHING and self.callee.named.startswith("getattr "):
             return keep(whole, self.callee)
@@ -316,7 +298,7 @@ class _Call:
             number = self.node.template(msgpack.packb(fields), fields)
             fresh = handles_of(structure, self.home, self.handles)
             issue([number, whole.ref, *(h.ref for h in fresh)], fresh, [whole], (), self.home, self.line)
-        return self._built(structure, fresh, tape, keep)
+        return self._built(structure, fresh, tape, keep, here)
 
     def _described(self, request: Request[object]) -> object:
         started, session = time.perf_counter(), session_of_log(self.node)
@@ -364,17 +346,12 @@ class _Call:
     ) -> None:
         """Remember the call for `_again`, if it returns one object or one tensor of its own memory."""
         number, taken = words[0], 1 + len(fresh) + len(self.handles)
-        alone = structure == OBJECT or (isinstance(structure, list) and structure[0] == "tensor")
-        spec = None if structure == OBJECT else fresh[0].spec
-        if (
-            not alone
-            or self._sent is not None
-            or (spec is not None and (spec.bits or not is_fresh(structure)))
-        ):
-            return
-        assert isinstance(number, int)
-        entry: Entry = number, tuple(words[1 : len(words) - taken + 1]), spec, self._what
-        self.home.signatures[key] = entry
+        spec = None if structure == OBJECT else fresh[0].spec if fresh else NO_TENSOR
+        alone = spec is None or (structure[0] == "tensor" and not spec.bits and is_fresh(structure))  # type: ignore[index]
+        if alone and self._sent is None:
+            assert isinstance(number, int)
+            entry: Entry = number, tuple(words[1 : len(words) - taken + 1]), spec, self._what
+            self.home.signatures[key] = entry
 
     def _bump(self) -> None:
         """Let autograd notice what the call writes: a graph that has saved it must not use it."""
@@ -383,29 +360,20 @@ class _Call:
             if isinstance(written, DistributedTensor):
                 torch.autograd.graph.increment_version(written)
 
-    def _built(self, structure: object, fresh: list[Handle], tape: Handle | None, keep: Keep) -> object:
+    def _built(
+        self,
+        structure: object,
+        fresh: list[Handle],
+        tape: Handle | None,
+        keep: Keep,
+        here: Sequence[bool] | None = None,
+    ) -> object:
+        """`here` says which tensors of the tape's are in the structure; None stands for all."""
         found = tensor_proxies(structure, fresh, self.operands)
         if tape is not None and any(map(wants_grad, leaves(structure))):
-            found = recorded(self.callee.name, structure, found, self.operands, tape)
+            found = recorded(self.callee.name, structure, found, self.operands, tape, here)
         objects = [keep(h, self.callee) if proxy is None else proxy for h, proxy in zip(fresh, found)]
         return built(structure, iter(objects))
-
-
-def ask_ahead(
-    callee: Callee, options: Options, args: Sequence[object], home: Residence, keep: Keep
-) -> Callable[[], object]:
-    """Issue a call on one worker. Return at once what blocks for its result, and returns that."""
-    relieve(home.node)
-    pickled, operands = pack(args, {})
-    call = _Call(callee, options, pickled, operands, home, user_line())
-    question = call.ask()
-    # Whoever was interrupted while it waited asks again, so the answer must be kept until then.
-    question[0].when_done(_kept)
-    return lambda: call.answered(question, [], keep)
-
-
-def _kept(request: Request[object]) -> None:
-    """Keep an answer for whoever asks for it."""
 
 
 # -- on the members of a mesh --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is called on a worker: the user's code as it travels, and what is known of its results.
+"""What is called on a worker: the user's code as it travels, where it runs, and what is known of its results.
 
 What a result is depends on the arguments. It is remembered under what they have in common: the sizes of
 tensors, and the numbers that were given, until numbers have shown that they do not matter.
@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 import msgpack
 import torch
 
+from ..errors import PlacementError
 from ..log.handle import Handle, Residence, new_value
 from ..log.issue import issue
 from ..log.line import Line
 from ..log.spec import NO_TENSOR
 from ..operators.transfer import upload
+from ..session.session import active_session
 from ..tensors.tensor import DistributedTensor
 from ..wire.codec import OPERAND
-from .pickling import Operand, pack_code
+from .pickling import Given, Operand, pack_code
 
 # So many functions are kept on a worker, those that were called last.
 _MOST_CODE = 256
@@ -147,6 +149,29 @@ def upload_bytes(data: bytes, home: Residence) -> Handle:
     return upload(tensor, home, stay_on_cpu=True)
 
 
+# -- where a call runs ---------------------------------------------------------------------------------------
+
+
+def place_of(name: str, operands: Sequence[Given], home: Residence | None) -> Residence:
+    """Return where a call runs: where it was told to, else where its operands are, else the current place."""
+    handles = [o._handle for o in operands if isinstance(o, (DistributedTensor, Operand))]
+    first = home or (handles[0].place if handles else None)
+    if first is None:
+        return active_session().places.current()
+    first.node.session.require_open()
+    for handle in handles:
+        handle.place.node.session.require_open()
+        if handle.place.node is not first.node:
+            handle.place.node.require_alive()
+            first.node.require_alive()
+            raise PlacementError(
+                f"{name} runs on {first.place}, and an argument is on {handle.place.place}: "
+                "move a tensor with x.to(device); call a function where its objects are"
+            )
+    first.node.require_alive()
+    return first
+
+
 # -- what is remembered of results ---------------------------------------------------------------------------
 
 
@@ -156,7 +181,7 @@ def kinds_of(args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[obje
     A dictionary has a number under one name, and a tensor under another one.
     """
     values = (*args, *kwargs.values())
-    return (*kwargs, *[v if type(v) in (str, bool) else type(v) for v in values])
+    return (tuple(kwargs), *[v if type(v) in (str, bool) else type(v) for v in values])
 
 
 def signatures(

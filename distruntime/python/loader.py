@@ -22,16 +22,12 @@ from ..log.shards import mesh_of
 from ..operators.proxies import wrap
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
-from .call import ASK, ask_ahead
-from .callee import Options
-from .objects import RemoteObject
-from .sent import callee_of, run_at
+from .sent import ask_ahead, run_at
 from .sent_loader import Loader, begun, length_of, next_of
 from .weights import Mesh, is_mesh, where
 
 # So many batches are asked for ahead, unless the user says how many.
 _AHEAD = 4
-_asking = Options(returns=ASK)
 
 # A batch is what the user's dataset and `collate_fn` make.
 Batch = Any  # type: ignore[explicit-any]
@@ -181,7 +177,7 @@ class _Epoch:
         with torch.no_grad():
             self._asked.append(
                 [
-                    ask_ahead(callee_of(next_of, "dr.data_loader"), _asking, (loader,), home, RemoteObject)
+                    ask_ahead(home, next_of, "dr.data_loader", loader)
                     for home, loader in zip(self._of._homes, self._begun)
                 ]
             )

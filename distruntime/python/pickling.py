@@ -18,7 +18,7 @@ import site
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType, FunctionType, ModuleType
 
@@ -241,10 +241,24 @@ def pack(args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[bytes, l
             raise _NotPlain
         return msgpack.ExtType(OPERAND_CODE, number.to_bytes(2, "big"))
 
+    seen = set[int]()
+
+    def require_plain(values: Iterable[object]) -> None:
+        """Raise `_NotPlain` for what msgpack would change: a list that comes twice, and a bytearray."""
+        for value in values:
+            if type(value) is bytearray:
+                raise _NotPlain
+            if isinstance(value, (list, dict)):
+                if id(value) in seen:
+                    raise _NotPlain
+                seen.add(id(value))
+                require_plain(value.values() if isinstance(value, dict) else value)
+
     try:
+        require_plain((*args, *kwargs.values()))
         # A tuple would come as a list, and a list is the caller's own.
         packed = msgpack.packb([[*args], dict(kwargs)], default=operand, strict_types=True)
-    except (_NotPlain, OverflowError, ValueError, TypeError):
+    except (_NotPlain, OverflowError, RecursionError, ValueError, TypeError):
         file = io.BytesIO()
         pickler = _Pickler(file)
         _dump(pickler, (tuple(args), dict(kwargs)), "an argument", (args, kwargs))

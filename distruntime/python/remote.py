@@ -153,7 +153,7 @@ def remote(
     A call is one more instruction of the log, on the current stream: it returns at once, and its failure
     comes up where a result is read. It runs where its remote arguments are, or at `place` or on `node` (these
     may also stand in the call), or at the current place. The body gets real tensors. Tensor results are
-    proxies; a tuple of results is a tuple; anything else is a `RemoteObject`.
+    proxies; a tuple of results is a tuple, and so is a named one; anything else is a `RemoteObject`.
 
     `returns` says what comes back: an example (tensors of `device="meta"` do, and tuples, lists and dicts), a
     function of the arguments that returns one, "fake" to find out by running `fn` here on metadata, `object`

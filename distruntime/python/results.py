@@ -17,6 +17,7 @@ from ..log.shards import mesh_of
 from ..log.spec import Spec
 from ..operators.proxies import wrap
 from ..tensors.tensor import DistributedTensor
+from ..tensors.trees import joined as joined_tree
 from ..wire.codec import OPERAND
 from .structure import leaves, memory_of, wants_grad
 
@@ -62,14 +63,18 @@ def recorded(
     found: Sequence[DistributedTensor | None],
     operands: Sequence[object],
     tape: Handle,
+    here: Sequence[bool] | None,
 ) -> list[DistributedTensor | None]:
-    """Return the proxies as results of one node of this process's autograd graph."""
+    """Return the proxies as results of one node of this process's autograd graph.
+
+    `here` says which of the tape's tensors are among them; None stands for all.
+    """
     tensors = [proxy for proxy in found if proxy is not None]
     wanted = [wants_grad(leaf) for leaf in leaves(structure) if leaf]
     inputs = [o for o in operands if isinstance(o, DistributedTensor) and o.requires_grad]
     # What wants gradients may be parameters of the worker's own objects only.
     start = torch.empty(0, device="cpu", requires_grad=True)
-    outputs = iter(_Recorded.apply(name, tape, tensors, wanted, start, *inputs))  # type: ignore[no-untyped-call]
+    outputs = iter(_Recorded.apply(name, tape, here, tensors, wanted, start, *inputs))  # type: ignore[no-untyped-call]
     return [None if proxy is None else next(outputs) for proxy in found]
 
 
@@ -81,12 +86,13 @@ class _Recorded(torch.autograd.Function):
         ctx: torch.autograd.function.FunctionCtx,
         name: str,
         tape: Handle,
+        here: Sequence[bool] | None,
         outputs: list[torch.Tensor],
         wanted: list[bool],
         start: torch.Tensor,
         *inputs: DistributedTensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.name, ctx.tape = name, tape  # type: ignore[attr-defined]
+        ctx.name, ctx.tape, ctx.here = name, tape, here  # type: ignore[attr-defined]
         ctx.specs = [x._handle.spec for x in inputs]  # type: ignore[attr-defined]
         ctx.mark_non_differentiable(*[o for o, wants in zip(outputs, wanted) if not wants])
         ctx.set_materialize_grads(False)
@@ -98,12 +104,15 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: _Recorded, *grads: DistributedTensor | None) -> tuple[object, ...]:
         # This raises what torch raises of a graph that is freed.
         _ = ctx.saved_tensors
+        if ctx.here is not None:  # type: ignore[attr-defined]
+            given = iter(grads)
+            grads = tuple([next(given) if there else None for there in ctx.here])  # type: ignore[attr-defined]
         with torch.no_grad():
             found = _gradients(ctx.name, ctx.tape, ctx.specs, grads)  # type: ignore[attr-defined]
         # Under `create_graph=True` somebody will differentiate the gradients, and the tape is read once.
         if torch.is_grad_enabled():
             found = [_Once.apply(ctx.name, g.detach().requires_grad_()) for g in found]  # type: ignore[attr-defined, no-untyped-call]
-        return (None, None, None, None, None, *found)
+        return (None, None, None, None, None, None, *found)
 
 
 class _Once(torch.autograd.Function):
@@ -166,6 +175,8 @@ class _Joined(torch.autograd.Function):
 def joined(name: str, log: MeshLog, home: Residence, found: list[object]) -> object:
     """Return the members' results as one: tensors as the mesh's, objects as a list by member."""
     first = found[0]
+    if all(one is None for one in found):
+        return None
     if isinstance(first, DistributedTensor):
         specs = {id(t._handle.spec) for t in found if isinstance(t, DistributedTensor)}
         if len(specs) > 1 or not all(isinstance(t, DistributedTensor) for t in found):
@@ -180,4 +191,5 @@ def joined(name: str, log: MeshLog, home: Residence, found: list[object]) -> obj
         return type(first)(joined(name, log, home, list(items)) for items in zip(*found))
     if isinstance(first, dict):
         return {key: joined(name, log, home, [one[key] for one in found]) for key in first}  # type: ignore[index]
-    return found
+    tree = joined_tree(found, lambda items: joined(name, log, home, items))
+    return found if tree is None else tree

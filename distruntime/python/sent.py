@@ -6,14 +6,19 @@ They are in the modules whose names begin with "sent_".
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 from ..errors import PlacementError
 from ..log.handle import Place, Residence
+from ..log.line import user_line
+from ..log.log import relieve
+from ..session.requests import Request
 from ..session.session import active_session
 from ..session.spelling import is_node, named, on_node
-from .call import invoke
+from .call import ASK, Call, invoke
 from .callee import Callee, Code, Function, Options
 from .objects import RemoteObject
+from .pickling import pack
 
 _objects = Options(returns=object, random=False)
 
@@ -29,6 +34,26 @@ def run_at(
 ) -> object:
     """Call a function on a worker. Return its result at once: an object there, unless `options` say more."""
     return invoke(callee_of(function, name), options, args, {}, home, RemoteObject)
+
+
+def ask_ahead(
+    home: Residence, function: Function, name: str, *args: object, random: bool = True
+) -> Callable[[], object]:
+    """Call a function on a worker. Return at once what blocks for its result, and returns that.
+
+    `random` says whether the function may draw.
+    """
+    relieve(home.node)
+    pickled, operands = pack(args, {})
+    call = Call(callee_of(function, name), Options(ASK, random=random), pickled, operands, home, user_line())
+    question = call.ask()
+    # Whoever was interrupted while it waited asks again, so the answer must be kept until then.
+    question[0].when_done(_kept)
+    return lambda: call.answered(question, [], RemoteObject)
+
+
+def _kept(request: Request[object]) -> None:
+    """Keep an answer for whoever asks for it."""
 
 
 def host(node: object) -> Residence:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Generic, ParamSpec, TypeVar, overload
@@ -18,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 from ..errors import InternalError, PlacementError, UsageError, drop_frames, without_our_frames
 from ..log.handle import Handle
 from ..log.ledger import BESIDE
+from ..log.log import relieve
+from ..log.moment import at_one_moment
 from ..log.node import Node
 from ..log.shards import member_of, mesh_of
 from ..mesh.mesh import DeviceMesh
@@ -27,6 +30,7 @@ from ..session.session import session_of_log
 from ..streams.cancel import cancel, cancel_together
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
+from ..tensors.trees import joined
 from .call import invoke
 from .callee import Callee, Options, upload_bytes
 from .objects import RemoteObject
@@ -128,8 +132,43 @@ class _Team:
         session_of_log(self.log).require_open()
         packed, given = pack(args, kwargs)
         operands, wants = self._operands(name, given)
-        call = next(self._calls)
         callee = self._callee_of(name, digest, packed, operands, wants)
+        # Workers would wait for each other if another thread issued a call or a collective between two parts.
+        running = at_one_moment(
+            self.log.session,
+            lambda: self._issue(callee, digest, code, packed, operands, wants, timeout),
+        )
+        for node in running:
+            relieve(node)
+        parts = [part._handle for part in running.values()]
+        options = Options(returns=returns)
+        found = [
+            invoke(
+                callee.child(f"rank {k}", name, "method take"),
+                options,
+                (running[node], lane),
+                {},
+                None,
+                _keep,
+            )
+            for k, (node, lane) in enumerate(self.log.lanes)
+        ]
+        leaves = [getattr(leaf, "_handle", None) for leaf in tree_leaves(found)]
+        cancel_together(parts, [handle for handle in leaves if isinstance(handle, Handle)])
+        return self._joined(found)
+
+    def _issue(
+        self,
+        callee: Callee,
+        digest: bytes,
+        code: bytes,
+        packed: bytes,
+        operands: Sequence[object],
+        wants: Sequence[list[int] | None],
+        timeout: float | None,
+    ) -> dict[Node, RemoteObject]:
+        """Issue the parts of a call, one for each worker (in one moment); return their results."""
+        name, call = callee.name, next(self._calls)
         running: dict[Node, RemoteObject] = {}
         # Whatever has to be sent is sent before the first worker begins.
         sent = {node: self._code_at(digest, code, node) for node in self._members}
@@ -152,27 +191,12 @@ class _Team:
             if running:
                 cancel([*running.values()])
             raise
-        parts = [part._handle for part in running.values()]
-        cancel_together(parts, ())
+        cancel_together([part._handle for part in running.values()], ())
         if len(running) > 1:
             after = self._callee.child("after", name, "method after")
             for members in self._members.values():
                 invoke(after, _of_objects, (members, call, *self._address, name), {}, None, _keep)
-        options = Options(returns=returns)
-        found = [
-            invoke(
-                callee.child(f"rank {k}", name, "method take"),
-                options,
-                (running[node], lane),
-                {},
-                None,
-                _keep,
-            )
-            for k, (node, lane) in enumerate(self.log.lanes)
-        ]
-        leaves = [getattr(leaf, "_handle", None) for leaf in tree_leaves(found)]
-        cancel_together(parts, [handle for handle in leaves if isinstance(handle, Handle)])
-        return self._joined(found)
+        return running
 
     def _callee_of(
         self,
@@ -242,6 +266,8 @@ class _Team:
     def _joined(self, found: list[object]) -> object:
         """Return the members' results as one: tensors of one size as the mesh's tensor."""
         first = found[0]
+        if all(x is None for x in found):
+            return None
         if all(isinstance(x, DistributedTensor) for x in found):
             tensors = [x for x in found if isinstance(x, DistributedTensor)]
             if len({id(x._handle.spec) for x in tensors}) == 1:
@@ -254,14 +280,20 @@ class _Team:
         dicts = [x for x in found if type(x) is dict]
         if type(first) is dict and len(dicts) == len(found) and all([*x] == [*first] for x in dicts):
             return {key: self._joined([x[key] for x in dicts]) for key in first}
-        return ByRank(found)
+        tree = joined(found, self._joined)
+        return ByRank(found) if tree is None else tree
+
+
+# Two threads that call at the same time share the processes of a mesh.
+_making = threading.Lock()
 
 
 def _team_of(mesh: DeviceMesh) -> _Team:
     kept = mesh._whole._kept
-    found: _Team | None = kept.get("spmd")
-    if found is None:
-        found = kept["spmd"] = _Team(mesh)
+    with _making:
+        found: _Team | None = kept.get("spmd")
+        if found is None:
+            found = kept["spmd"] = _Team(mesh)
     return found
 
 

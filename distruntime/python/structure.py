@@ -1,7 +1,7 @@
 """What a function returns, as it is known here: its structure, and the proxies that are made of it.
 
 See `structure.py` of the worker's room of this name: a structure is "object", or a list that begins with
-"tensor", "tuple", "list" or "dict".
+"tensor", "tuple", "list", "dict" or "class".
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from ..log.handle import Handle, HeldStorage, Residence, Storage, next_ref
 from ..log.replies import is_spec
 from ..log.spec import NO_TENSOR, Spec, spec_from_wire, spec_of
 from ..tensors.tensor import DistributedTensor
+from ..tensors.trees import is_here, remade
+from ..wire.codec import Opened, opened
 
 OBJECT = "object"
 END = "end"
-# An object that is None.
+# An object that is None, as a whole or in an object of a class that is opened.
 NOTHING = "nothing"
 _OWN, FIRST_NAME = -1, 1 << 20
 _DEEPEST = 16
@@ -30,7 +32,9 @@ def require(structure: object, operands: int, depth: int = 0) -> object:
     match structure:
         case "object":
             return structure
-        case "end" | "nothing" if depth == 0:
+        case "nothing":
+            return structure
+        case "end" if depth == 0:
             return structure
         case ["tensor", *spec, bool(_), int(memory)] if is_spec(spec):
             if -1 <= memory < operands or memory >= FIRST_NAME:
@@ -43,26 +47,65 @@ def require(structure: object, operands: int, depth: int = 0) -> object:
             for part in parts:
                 require(part, operands, depth + 1)
             return structure
+        case ["class", str(_), str(_), *parts] if depth <= _DEEPEST:
+            for part in parts:
+                require(part, operands, depth + 1)
+            return structure
     raise ProtocolError(f"not the structure of a result: {structure!r:.80}")
 
 
-def leaves(structure: object) -> Iterator[Sequence[object]]:
-    """Yield the fields of each tensor of a structure; nothing for each object."""
+def parts_of(structure: object) -> list[object] | None:
+    """Return the parts of a structure; None for what is one leaf, or nothing."""
     match structure:
-        case ["tensor", *fields]:
-            yield fields
-        case ["tuple" | "list", *parts] | ["dict", list(_), *parts]:
-            for part in parts:
-                yield from leaves(part)
-        case _:
-            yield ()
+        case ["tuple" | "list", *parts] | ["dict", list(_), *parts] | ["class", str(_), str(_), *parts]:
+            return parts
+    return None
+
+
+def leaves(structure: object) -> Iterator[Sequence[object]]:
+    """Yield the fields of each tensor of a structure; () for each object."""
+    parts = parts_of(structure)
+    if parts is not None:
+        for part in parts:
+            yield from leaves(part)
+    elif structure != NOTHING:
+        yield structure[1:] if isinstance(structure, list) else ()
+
+
+def known_here(structure: object) -> tuple[object, list[bool]]:
+    """Return a structure in which what is of a class that this process lacks is one object.
+
+    Say of each tensor of the structure that was given whether it is still there.
+    """
+    parts = parts_of(structure)
+    if parts is None:
+        is_tensor = isinstance(structure, list)
+        return structure, [True] * is_tensor
+    match structure:
+        case ["class", str(name), str(context), *_] if not is_here(name, context):
+            return OBJECT, [False for fields in leaves(structure) if fields]
+    assert isinstance(structure, list)
+    known, here = list[object](), list[bool]()
+    for part in parts:
+        found, tensors = known_here(part)
+        known.append(found)
+        here += tensors
+    return [*structure[: len(structure) - len(parts)], *known], here
+
+
+def has_nothing(structure: object) -> bool:
+    """Whether something in a structure is None. It may be a tensor at the next call."""
+    parts = parts_of(structure)
+    return structure == NOTHING if parts is None else any(map(has_nothing, parts))
 
 
 def repeats(structure: object) -> bool:
-    """Whether another call may be expected to return the same: no result is in memory that objects hold."""
-    return structure != END and all(
-        not fields or memory_of(fields) < FIRST_NAME for fields in leaves(structure)
-    )
+    """Whether another call may be expected to return the same: no result is None, or in memory that objects
+    hold.
+    """
+    if structure == END or has_nothing(structure):
+        return False
+    return all(not fields or memory_of(fields) < FIRST_NAME for fields in leaves(structure))
 
 
 def memory_of(fields: Sequence[object]) -> int:
@@ -109,6 +152,10 @@ def built(structure: object, values: Iterator[object]) -> object:
             return [built(part, values) for part in parts]
         case ["dict", list(keys), *parts]:
             return {key: built(part, values) for key, part in zip(keys, parts)}
+        case ["class", str(name), str(context), *parts]:
+            return remade(Opened(name, context, [built(part, values) for part in parts]))
+        case "nothing":
+            return None
     for value in values:
         return value
     raise InternalError("a result has fewer leaves than its structure")
@@ -146,6 +193,15 @@ def _of_example(returns: object) -> object:
         return ["tensor", *spec.wire(), returns.requires_grad, _OWN]
     if isinstance(returns, (tuple, list)) and type(returns) in (tuple, list):
         return [type(returns).__name__, *map(_of_example, returns)]
+    tree = opened(returns)
+    if tree is not None:
+        if not is_here(tree.name, tree.context):
+            raise UsageError(
+                f"returns={returns!r:.60}: its class is not found by its name, "
+                f"{tree.name.replace(':', '.')}: define it in a module, outside of functions"
+            )
+        parts = [NOTHING if part is None else _of_example(part) for part in tree.parts]
+        return ["class", tree.name, tree.context, *parts]
     if isinstance(returns, Mapping):
         return ["dict", [*returns], *map(_of_example, returns.values())]
     raise UsageError(

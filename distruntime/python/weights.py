@@ -19,13 +19,8 @@ from ..session.session import active_session
 from ..session.spelling import is_node, named, on_node
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
-from .call import ASK, ask_ahead
-from .callee import Options
-from .objects import RemoteObject
-from .sent import callee_of, run_at
+from .sent import ask_ahead, run_at
 from .sent_weights import Slices, read, sizes_of
-
-_asking = Options(returns=ASK, random=False)
 
 
 class Mesh(Protocol):
@@ -114,8 +109,8 @@ def _asked(
     home: Residence, path: str, slices: Mapping[str, Slices] | None, dtype: torch.dtype | None
 ) -> Callable[[], object]:
     """Have a worker read weights. Return at once what blocks for them."""
-    args = (path, home.place, None if slices is None else dict(slices), dtype)
-    return ask_ahead(callee_of(read, "dr.load"), _asking, args, home, RemoteObject)
+    cut = None if slices is None else dict(slices)
+    return ask_ahead(home, read, "dr.load", path, home.place, cut, dtype, random=False)
 
 
 # -- on a mesh -----------------------------------------------------------------------------------------------

@@ -107,8 +107,17 @@ class LaunchedWorkers(list[WorkerProcess | None]):
 def last_words(worker: WorkerProcess) -> list[str]:
     """Return what a worker wrote in the end: from where Python says that it is fatal, or else its last lines.
 
-    What a library in C++ says before it ends the process stands in front of that.
+    What a library in C++ says before it ends the process stands in front of that. Of Python's threads only
+    the one counts that has crashed, and its frames down to the worker's own: they name the user's function.
     """
-    lines = [line for line in worker.last_lines(80).splitlines() if " INFO " not in line]
+    lines = [line for line in worker.last_lines(200).splitlines()]
+    lines = [line for line in lines if " INFO " not in line and not line.startswith("Extension modules:")]
     fatal = [k for k, line in enumerate(lines) if line.startswith("Fatal Python error")]
-    return lines[max(0, fatal[-1] - 2) :][:_MOST_WORDS] if fatal else lines[-5:]
+    if not fatal:
+        return lines[-5:]
+    before, after = lines[max(0, fatal[-1] - 2) : fatal[-1] + 1], lines[fatal[-1] + 1 :]
+    crashed = [k for k, line in enumerate(after) if line.startswith("Current thread")]
+    stack = after[crashed[0] :] if crashed else after
+    ours = [k for k, line in enumerate(stack) if "/distruntime_worker/" in line]
+    # A crash of an operator has no frame but the worker's own.
+    return [*before, *stack[: max(ours[0], 3) if ours else None]][:_MOST_WORDS]

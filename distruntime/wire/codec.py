@@ -5,18 +5,21 @@ What comes in is checked before anyone uses it.
 
 from __future__ import annotations
 
+import ast
 import mmap
 import reprlib
 import types
 import typing
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, fields
 from operator import attrgetter
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgpack
 import numpy as np
 import torch
+from torch.utils._pytree import SUPPORTED_NODES
 
 from ..errors import ProtocolError
 from .messages import MESSAGES, DaemonRecord, Failure, Message, Plain, Question
@@ -150,6 +153,8 @@ KIN: list[Plain] = ["kin"]
 
 # Lists may be nested so deep. A thousand levels would end in a RecursionError.
 _DEEPEST = 64
+# So many characters say what a class wants to know besides an object's parts: the keys of a state dict, say.
+_LONGEST_CONTEXT = 1 << 20
 # An integer may have so many digits. Python itself refuses more than 4300.
 _LONGEST = 4000
 Constant: TypeAlias = (
@@ -200,6 +205,59 @@ def unpack_constant(value: Plain, depth: int = 0) -> Constant:
             except RuntimeError as error:
                 raise ProtocolError(f"not a device: {error!s:.200}") from None
     raise ProtocolError(f"not a plain value: {reprlib.repr(value):.80}")
+
+
+# -- objects that are trees ------------------------------------------------------------------------
+# Both sides know classes by their names, and torch's pytree says of both what the parts of an object are.
+
+
+PLAIN_TREES = {tuple, list, dict, torch.Size, deque}
+
+
+class Opened(NamedTuple):
+    """An object that is a tree: "module:class", what its class wants to know besides the parts, and these.
+
+    `context` is a text, of plain values as Python writes them.
+    """
+
+    name: str
+    context: str
+    parts: Sequence[object]
+
+
+def opened(value: object) -> Opened | None:
+    """Return the parts of a named tuple, or of an object whose class torch's pytree has registered.
+
+    Return None for plain tuples, lists and dicts, for queues, which are there to be written, and for any
+    other object.
+    """
+    kind = type(value)
+    if isinstance(value, Opened):
+        return value
+    if is_named_tuple(kind):
+        assert isinstance(value, tuple)
+        return Opened(class_text(kind), repr([*kind._fields]), value)  # type: ignore[attr-defined]
+    node = SUPPORTED_NODES.get(kind)
+    if node is None or kind in PLAIN_TREES:
+        return None
+    try:
+        parts, context = node.flatten_fn(value)
+        text = repr(context)
+        plain = len(text) <= _LONGEST_CONTEXT and bool(ast.literal_eval(text) == context)
+    # The user's function may raise anything, and a context that is not plain is no text of Python's.
+    except Exception:
+        return None
+    return Opened(class_text(kind), text, [*parts]) if plain else None
+
+
+def is_named_tuple(kind: type) -> bool:
+    """Whether a class is one of `typing.NamedTuple` or `collections.namedtuple`."""
+    return issubclass(kind, tuple) and hasattr(kind, "_fields") and hasattr(kind, "_make")
+
+
+def class_text(kind: type) -> str:
+    """Return what a class is called on both sides: "module:class"."""
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 # -- tensors ---------------------------------------------------------------------------------------

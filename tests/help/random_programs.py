@@ -30,9 +30,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from safetensors.torch import save_file
 
 import distruntime as dr
 from agree import REMOTE
@@ -48,8 +49,8 @@ PATIENCE = 60.0
 # So many seconds lie between two reports of a long run.
 REPORT = 60.0
 SIZES = ((1,), (3,), (8,), (LENGTH,), (LENGTH,), (4, 6), (200,))
-# The operations that fail on their worker raise these.
-FAILED = (IndexError, torch.linalg.LinAlgError)
+# The operations that fail on their worker, and those that are cancelled there, raise these.
+FAILED = (IndexError, torch.linalg.LinAlgError, dr.StreamCancelled)
 # This is beyond what travels in the log itself, and through shared memory.
 LARGE = (70_000,)
 
@@ -176,6 +177,9 @@ class World:
             [mesh.lines()] + [mesh.lines(k) for k in range(len(mesh.shape)) if len(mesh.shape) > 1]
             for mesh in self.meshes
         ]
+        # Members have processes of their own, which all programs share.
+        self.ranks = dr.spmd(self.meshes[0], _ranks)
+        self.failing_ranks = dr.spmd(self.meshes[0], _fails_on_one, returns=torch.empty(5, dtype=torch.int64))
         # Whoever has it may seed the workers' generators, draw, or set what is torch's own.
         self.seed = threading.Lock()
 
@@ -387,7 +391,7 @@ class Base:
         try:
             got = wanted.read()
         except FAILED as error:
-            if not (wanted.poisoned and isinstance(error, dr.RemoteError)):
+            if not (wanted.poisoned and isinstance(error, (dr.RemoteError, dr.StreamCancelled))):
                 self.differs(f"{wanted.name} raised {type(error).__name__}: {str(error)[:300]}")
             return
         expected = wanted.expected
@@ -413,7 +417,7 @@ class Base:
         try:
             yield
         except FAILED as error:
-            if not isinstance(error, dr.RemoteError):
+            if not isinstance(error, (dr.RemoteError, dr.StreamCancelled)):
                 raise
 
 
@@ -1453,6 +1457,34 @@ def _items(x: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
         yield x + k
 
 
+def _until_cancelled(x: torch.Tensor) -> torch.Tensor:
+    while True:
+        time.sleep(0.001)
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    other: dict[str, torch.Tensor]
+
+
+def _paired(x: torch.Tensor, y: torch.Tensor) -> Pair:
+    return Pair(x + y, {"difference": x - y})
+
+
+def _ranks(x: torch.Tensor, k: int) -> Any:
+    """Run on a member: the sum of all, and the member's own."""
+    total = x.clone()
+    torch.distributed.all_reduce(total)
+    x.add_(k)
+    return Pair(total, {"own": x * (torch.distributed.get_rank() + 1)})
+
+
+def _fails_on_one(x: torch.Tensor) -> torch.Tensor:
+    if torch.distributed.get_rank() == 1:
+        raise IndexError("this rank always fails")
+    return x
+
+
 class Total:
     """An object with a state: what has been added to it."""
 
@@ -1469,7 +1501,7 @@ class Total:
 
 
 # The functions are made once, so that what is known of their results meets other programs' operands.
-_remote = {fn: dr.remote(fn) for fn in (_scaled, _both, _tail, _items)}
+_remote = {fn: dr.remote(fn) for fn in (_scaled, _both, _tail, _items, _paired)}
 _total = dr.remote(Total)
 
 
@@ -1535,6 +1567,34 @@ class Calling(Base):
             with self.where(a.place):
                 remote: Any = _remote[_tail](a.remote)
             self.keep(a.place, remote, _tail(a.local), view_of=a)
+
+    @operation(0.7)
+    def call_for_a_named_tuple(self) -> None:
+        a = self.any(healthy=True)
+        b = self.like(a, a.place)
+        if b.memory.poisoned:
+            return
+        self.say(a, b)
+        with self.where(a.place):
+            remote: Any = _remote[_paired](a.remote, b.remote)
+        local = _paired(a.local, b.local)
+        if type(remote) is not Pair:
+            return self.differs(f"a Pair came as a {type(remote).__name__}")
+        self.keep(a.place, remote.first, local.first)
+        self.keep(a.place, remote.other["difference"], local.other["difference"])
+
+    @operation(0.3)
+    def call_that_is_cancelled(self) -> None:
+        """It waits until then, wherever it stands: before it begins, or in its body."""
+        a = self.any()
+        self.say(a)
+        with self.where(a.place):
+            remote: Any = dr.remote(_until_cancelled, returns=a.local, writes=(), random=False)(a.remote)
+            after = remote + 1 if self.chance(0.5) else remote
+        if self.chance(0.5):
+            self.any(a.place, healthy=True).remote.sum()
+        dr.cancel(remote)
+        self.keep(a.place, after, a.local.clone(), a).memory.poisoned = True
 
     @operation(0.4)
     def call_that_fails(self) -> None:
@@ -1629,6 +1689,77 @@ class Calling(Base):
         self.keep_whole(w.mesh, remote, locals_, [Memory() for _ in locals_])
 
 
+class Ranks(Base):
+    """Functions of `dr.spmd` on the mesh of all nodes' CPUs, whose members' processes all programs share."""
+
+    def shards(self) -> Whole | None:
+        """Return a tensor of that mesh without failures; None where there is none."""
+        found = [
+            w
+            for w in self.wholes
+            if w.mesh == 0 and w.locals[0].dtype == torch.int64 and not any(m.poisoned for m in w.memories)
+        ]
+        return self.random.choice(found) if found else None
+
+    @operation(0.3)
+    def call_of_ranks(self) -> None:
+        w, k = self.shards(), self.random.randrange(1, 9)
+        if w is None:
+            return
+        self.say(w, k)
+        with self.where_mesh(0):
+            remote: Any = self.world.ranks(w.remote, k)
+        total = torch.stack(w.locals).sum(0)
+        for local in w.locals:
+            local.add_(k)
+        own = [local * (rank + 1) for rank, local in enumerate(w.locals)]
+        self.keep_whole(0, remote.first, [total.clone() for _ in own], [Memory() for _ in own])
+        self.keep_whole(0, remote.other["own"], own, [Memory() for _ in own])
+
+    @operation(0.05)
+    def call_of_ranks_that_fails(self) -> None:
+        w = self.shards()
+        if w is None:
+            return
+        self.say(w)
+        with self.where_mesh(0):
+            remote: Any = self.world.failing_ranks(w.remote)
+        locals_ = [local.clone() for local in w.locals]
+        self.keep_whole(0, remote, locals_, [Memory(True) for _ in locals_])
+
+
+class Stored(Base):
+    """Data and weights that lie at a worker."""
+
+    @operation(0.4)
+    def batches(self) -> None:
+        """A data loader's batches, all of them or the first few."""
+        place, count, size = self.place(), self.random.randrange(1, 7), self.random.randrange(1, 4)
+        rows = self.numbers((count, 3))
+        self.say(place, count, "by", size)
+        with self.where(place):
+            loader = dr.data_loader(list(rows), node=place, batch_size=size, ahead=self.random.randrange(3))
+            most = self.random.choice((1, count))
+            for remote, local in zip(loader, torch.utils.data.DataLoader(list(rows), batch_size=size)):
+                self.keep(place, remote, local)
+                if (most := most - 1) == 0:
+                    break
+            loader.close()
+
+    @operation(0.3)
+    def weights_of_a_file(self) -> None:
+        place = self.place()
+        named = {"a": self.numbers((4, 3), torch.float32), "b": self.numbers((3,))}
+        path = self.world.folder / f"{threading.get_ident()}.safetensors"
+        save_file(named, path)
+        with self.where(place):
+            loaded = dr.load(path, node=place)
+        # Its tensors are pages of the file, which the next one must not write into.
+        path.unlink()
+        for name, local in named.items():
+            self.keep(place, loaded[name], local.clone())
+
+
 class Living(Base):
     """What ends values' lives, looks at the session, and keeps values in files."""
 
@@ -1694,6 +1825,8 @@ class Program(
     Determined,
     Deriving,
     Calling,
+    Ranks,
+    Stored,
     Living,
 ):
     """One random program. `only` runs these of its operations and leaves out the others; after `run`, see

@@ -4,6 +4,7 @@ goes on.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import subprocess
@@ -229,5 +230,13 @@ def test_a_function_that_ends_the_process_is_named(fresh_session: Callable[..., 
     lost = dr.remote(leaves, returns=object)(node=1)
     with pytest.raises(dr.NodeFailed, match=r"leaves called os\._exit\(3\), which ends the worker"):
         dr.fetch(lost)
+    assert torch.ones(1, device=REMOTE).item() == 1.0
+
+    def crashes() -> bytes:
+        return ctypes.string_at(0)
+
+    with pytest.raises(dr.NodeFailed, match=rf'(?s)SIGSEGV.*Fatal.*{__file__}", line \d+ in crashes'):
+        dr.fetch(dr.remote(crashes, returns=object)(node=0))
+    dr.restart(0)
     assert torch.ones(1, device=REMOTE).item() == 1.0
     dr.shutdown()

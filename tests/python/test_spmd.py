@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -318,3 +319,27 @@ def test_members_of_one_worker_and_their_end(fresh_session: Callable[..., Any]) 
     worker = dr.fetch(dr.remote(os.getpid)(node=0))
     os.kill(worker, signal.SIGKILL)
     until(lambda: not any(map(state, second)))
+
+
+def test_threads_call_at_the_same_time_beside_collectives(mesh: dr.DeviceMesh) -> None:
+    @dr.spmd(mesh)
+    def total(x: Any, k: float) -> Any:
+        y = x * k
+        dist.all_reduce(y)
+        return y
+
+    x, found = torch.ones(2, device=mesh.device), list[Any]()
+
+    def call() -> None:
+        found.extend([total(x, float(k)).member(1)[0].item() for k in range(8)])
+
+    def reduce() -> None:
+        found.extend([dr.lines.all_reduce(mesh.lines(), x * k).member(1)[0].item() for k in range(8)])
+
+    total(x, 1.0)
+    threads = [threading.Thread(target=act, daemon=True) for act in (call, call, reduce)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(found) == sorted(3 * [2.0 * k for k in range(8)])

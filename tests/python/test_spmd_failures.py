@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import distruntime as dr
+from distruntime_worker.python.children import readable
 from processes import until
 
 
@@ -36,15 +39,22 @@ def test_a_member_that_raises_ends_the_call(mesh: dr.DeviceMesh) -> None:
     assert works(mesh)
 
 
-def test_a_member_that_exits_ends_the_call(mesh: dr.DeviceMesh) -> None:
+def test_a_member_that_exits_ends_the_call(mesh: dr.DeviceMesh, capfd: pytest.CaptureFixture[str]) -> None:
+    said = list[str]()
+
     @dr.spmd(mesh, returns=object)
     def exits() -> None:
         if dist.get_rank() == 1:
+            # Some write a line in parts.
+            for part in ("one", " and", " two\n", "three"):
+                os.write(1, part.encode())
             os._exit(3)
         dist.barrier()
 
     with pytest.raises(RuntimeError, match=r"rank 1 exited with code 3 in .*exits"):
         dr.fetch(exits())
+    until(lambda: "[node 1] [rank 1] three" in (said.append(capfd.readouterr().out) or "".join(said)))
+    assert "[node 1] [rank 1] one and two\n[node 1] [rank 1] three\n" in "".join(said)
     assert works(mesh)
 
 
@@ -223,3 +233,19 @@ def test_the_members_end_with_a_worker_that_is_lost(
         with pytest.raises(dr.NodeFailed, match=rf"node {killed} .*SIGKILL"):
             dr.fetch(item)
     assert torch.ones(2, device=dr.place(1 - killed)).sum().item() == 2.0
+
+
+def test_a_worker_may_have_more_files_than_select_takes() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+    reads, writes = os.pipe()
+    try:
+        high = fcntl.fcntl(reads, fcntl.F_DUPFD, 1100)
+        assert readable([high], 0.0) == []
+        os.write(writes, b"x")
+        assert readable([high, writes], 1.0) == [high]
+        os.close(high)
+    finally:
+        os.close(reads)
+        os.close(writes)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

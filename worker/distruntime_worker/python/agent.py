@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import io
 import os
-import select
 import shutil
 import signal
 import socket
@@ -23,8 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from . import children
-from .children import Child, Nursery
-from .members import Surroundings
+from .children import Child, Nursery, Surroundings, readable
 
 _PIPE = 1 << 16
 # An agent that is told to end gives its ranks 30 s. It has so many itself before it is killed.
@@ -80,8 +78,7 @@ class Agent:
         with self._around.paused():
             until = time.monotonic() + seconds
             while child.output >= 0:
-                ready, _, _ = select.select([child.output], [], [], max(0.0, until - time.monotonic()))
-                if not ready or self._around.closed():
+                if not readable([child.output], until - time.monotonic()) or self._around.closed():
                     return b"", None
                 data = os.read(child.output, _PIPE)
                 if data:

@@ -8,18 +8,48 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from itertools import count
+
+from .skeleton import Real
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the session of a master gives its processes.
+
+    `host` returns where other workers reach this one, by the host that their master has dialled. `paused` is
+    the context in which a thread blocks, and `closed` says whether the session has ended.
+    """
+
+    device: Real
+    host: Callable[[str], str]
+    paused: Callable[[], AbstractContextManager[object]]
+    closed: Callable[[], bool]
+
 
 # A request has at most so many bytes.
 _BUFFER = 1 << 20
 _REPORT = 4096
+
+
+def readable(descriptors: Iterable[int], seconds: float) -> list[int]:
+    """Return what can be read of these, or has been closed at its other end; wait so long for one of them.
+
+    A worker may have more files than `select` takes.
+    """
+    waiting = select.poll()
+    for descriptor in descriptors:
+        waiting.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in waiting.poll(max(0.0, seconds) * 1000)]
 
 
 class Child:
@@ -29,6 +59,8 @@ class Child:
         self.number, self.link, self.output = number, link, output
         self.pid = 0
         self.code: int | None = None
+        # What it has written and nobody has shown: a line whose end has not come.
+        self.said = b""
 
     def close(self) -> None:
         """Let go of the socket and of the pipe."""

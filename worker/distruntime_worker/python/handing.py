@@ -16,8 +16,10 @@ from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
+from torch.utils._pytree import tree_leaves
 
 from distruntime.errors import ProtocolError
+from distruntime.wire.codec import Opened, opened
 
 from ..values.objects import spec_fields
 
@@ -138,6 +140,10 @@ def _exactly(link: socket.socket, count: int) -> bytes | None:
 # -- results -------------------------------------------------------------------------------------------------
 
 
+class Circular(Exception):
+    """A result is in itself."""
+
+
 class Stays(NamedTuple):
     """An object that stays in its member's process, under a number."""
 
@@ -155,7 +161,17 @@ def written(
 ) -> object:
     """Return a result as it travels: its tensors by `tensor`, plain values, and by `keep` what stays."""
 
-    def visit(part: object, depth: int) -> object:
+    around: list[int] = []
+
+    def visit(part: object) -> object:
+        if id(part) in around:
+            raise Circular
+        around.append(id(part))
+        found = travelling(part, len(around))
+        around.pop()
+        return found
+
+    def travelling(part: object, depth: int) -> object:
         if type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout is torch.strided:  # type: ignore[attr-defined]
             return tensor(part)  # type: ignore[arg-type]
         if type(part) in _PLAIN:
@@ -163,12 +179,19 @@ def written(
         if type(part).__module__ == "numpy":
             return part
         if depth < _DEEPEST and type(part) in (tuple, list):
-            return type(part)(visit(item, depth + 1) for item in part)  # type: ignore[attr-defined, call-arg]
+            return type(part)(visit(item) for item in part)  # type: ignore[attr-defined, call-arg]
         if depth < _DEEPEST and type(part) is dict and all(type(key) in _PLAIN for key in part):
-            return {key: visit(item, depth + 1) for key, item in part.items()}
+            return {key: visit(item) for key, item in part.items()}
+        tree = opened(part) if depth < _DEEPEST else None
+        # The worker need not have the class.
+        if tree is not None and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves([*tree.parts])):
+            return tree._replace(parts=[visit(item) for item in tree.parts])
         return keep(part)
 
-    return visit(value, 0)
+    try:
+        return visit(value)
+    except Circular:
+        return keep(value)
 
 
 def read(value: object, make: Callable[[object], object]) -> object:
@@ -177,6 +200,8 @@ def read(value: object, make: Callable[[object], object]) -> object:
         return make(value)
     if type(value) in (tuple, list):
         return type(value)(read(item, make) for item in value)  # type: ignore[attr-defined, call-arg]
+    if isinstance(value, Opened):
+        return value._replace(parts=[read(item, make) for item in value.parts])
     if type(value) is dict:
         return {key: read(item, make) for key, item in value.items()}
     return value

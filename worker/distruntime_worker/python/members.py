@@ -11,14 +11,11 @@ one worker would wait for old ones of another.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import cloudpickle
@@ -30,17 +27,16 @@ from distruntime.errors import (
     NotSupportedError,
     SessionClosed,
     StreamCancelled,
-    UsageError,
     WaitTimeout,
 )
 
 from . import children
-from .children import Child, Nursery
+from .children import Child, Nursery, Surroundings, readable
 from .handing import Incoming, Outgoing, Stays, read, receive
+from .kept import Kept, Results
 from .member import Begin, Done, Object, Pickle, Raised, Run, Wants
 from .outcomes import Check, Outcomes, error_of
 from .running import here
-from .skeleton import Real
 
 # So many seconds lie between looks at what the other workers say, and at what ends the call here.
 _LOOK = 0.05
@@ -55,80 +51,6 @@ _LOST = ("losed by peer", "reset by peer", "Broken pipe", "remote process has te
 _ECHO = 1.0
 # A worker says so of a call whose members it has not begun. It need not know that the call was cancelled.
 _NOT_BEGUN = "did not begin on worker"
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What the session of a master gives its members.
-
-    `host` returns where other workers reach this one, by the host that their master has dialled. `paused` is
-    the context in which a thread blocks, and `closed` says whether the session has ended.
-    """
-
-    device: Real
-    host: Callable[[str], str]
-    paused: Callable[[], AbstractContextManager[object]]
-    closed: Callable[[], bool]
-
-
-class Kept:
-    """An object that stays in the process of a member: it is used there, by functions of the same mesh."""
-
-    def __init__(self, members: Members, lane: int, generation: int, stays: Stays) -> None:
-        self._members, self._lane = weakref.ref(members), lane
-        self._generation, self._stays = generation, stays
-        weakref.finalize(self, _drop, members.dropped[lane], generation, stays.number)
-
-    def __repr__(self) -> str:
-        return f"<{self._stays.kind} in the process of a member>"
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise UsageError(
-            f"this {self._stays.kind} stays in its member's process: use its {name!r} in a function of "
-            "dr.spmd that gets it as an argument, and return what you want of it"
-        )
-
-    def of(self, members: Members, lane: int, generation: int) -> Stays:
-        """Return its number for a lane; raise `UsageError` where it is not there."""
-        if self._members() is not members or self._lane != lane:
-            raise UsageError(
-                f"a {self._stays.kind} stays in the process of the member that made it: pass the list that "
-                "dr.spmd has returned, of which each member gets its own item, to a function of the same mesh"
-            )
-        if self._generation != generation:
-            raise UsageError(
-                f"a {self._stays.kind} is gone with the processes of its mesh, which have been started again "
-                "after a failure: make it again"
-            )
-        return self._stays
-
-    def __reduce__(self) -> tuple[object, ...]:
-        members = self._members()
-        if members is None:
-            raise UsageError(f"this {self._stays.kind} is gone: its mesh has been freed")
-        return _unpickled, (members.pickle(self, self._lane),)
-
-
-def _unpickled(value: object) -> object:
-    return value
-
-
-def _drop(dropped: list[tuple[int, int]], generation: int, number: int) -> None:
-    dropped.append((generation, number))
-
-
-class Results:
-    """What the members here have returned, each to be taken once."""
-
-    def __init__(self, found: list[object]) -> None:
-        self._found = found
-
-    def take(self, lane: int) -> object:
-        """Return a member's result; nothing here holds it any more."""
-        found, self._found[lane] = self._found[lane], None
-        return found
 
 
 class Members:
@@ -362,10 +284,10 @@ class Members:
             waiting = [lane for lane in range(len(self._children)) if lane not in answers]
             pipes = {child.output: lane for lane, child in enumerate(self._children) if child.output >= 0}
             links = {self._children[lane].link.fileno(): lane for lane in waiting}
-            ready, _, _ = select.select([*links, *pipes], [], [], _LOOK)
-            for descriptor in ready:
-                if descriptor in pipes:
-                    self._print(pipes[descriptor])
+            ready = readable([*links, *pipes], _LOOK)
+            for descriptor, lane in pipes.items():
+                if descriptor in ready or self._children[lane].said:
+                    self._print(lane, descriptor not in ready)
             for descriptor in ready:
                 if descriptor in links:
                     lane = links[descriptor]
@@ -432,19 +354,19 @@ class Members:
                 f"{name} did not return within its timeout; the processes of its mesh were ended"
             )
 
-    def _print(self, lane: int) -> None:
-        """Print what a member has printed, with its rank before each line."""
+    def _print(self, lane: int, all_of_it: bool = True) -> None:
+        """Print what a member has printed, with its rank; a line without an end only if `all_of_it`."""
         child = self._children[lane]
-        try:
+        with suppress(BlockingIOError):
             data = os.read(child.output, _PIPE) if child.output >= 0 else b""
-        except BlockingIOError:
-            return
-        if not data:
-            if child.output >= 0:
+            if not data and child.output >= 0:
                 os.close(child.output)
                 child.output = -1
-            return
-        for line in data.decode(errors="replace").splitlines():
+            child.said += data
+        # Some write a line in parts.
+        end = len(child.said) if all_of_it or len(child.said) > _PIPE else child.said.rfind(b"\n") + 1
+        said, child.said = child.said[:end], child.said[end:]
+        for line in said.decode(errors="replace").splitlines():
             print(f"[rank {self._ranks[lane]}] {line}", flush=True)
 
     def _await_cancel(self, outcome: BaseException, check: Check) -> None:

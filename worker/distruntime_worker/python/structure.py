@@ -1,12 +1,14 @@
 """What a function has returned: its structure, which travels, and its leaves, which stay.
 
 A structure is plain: "object" for what only a `Held` can hold, a `Leaf`'s fields for a tensor, and lists that
-begin with "tuple", "list" or "dict". `distruntime/python/structure.py` is the other end.
+begin with "tuple", "list", "dict" or "class". The last one is for named tuples and for what torch's pytree
+knows. `distruntime/python/structure.py` is the other end.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -14,14 +16,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distruntime.errors import UsageError
+from distruntime.wire.codec import opened
 from distruntime.wire.messages import Plain
 
 from ..values.objects import Held, spec_fields
+from .handing import Circular
 
 OBJECT = "object"
 # What `next` returns at the end of an iterator.
 END = "end"
-# A result that is None as a whole.
+# A result that is None as a whole, or None in an object of a class that is opened.
 NOTHING = "nothing"
 # The memory of a result is its own; it is an operand's, from 0 on; or it has a name from `Memories`.
 _OWN, _FIRST_NAME = -1, 1 << 20
@@ -65,24 +69,37 @@ def can_be_proxy(value: object) -> bool:
     )
 
 
-def _holds_tensors(value: object, depth: int = 0) -> bool:
+def _parts_of(value: object) -> Sequence[object] | None:
+    """Return the parts of what may be opened; None for any other object."""
+    if type(value) is dict:
+        return [*value.values()] if all(isinstance(key, (str, int)) for key in value) else None
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+        return value
+    found = opened(value)
+    return None if found is None else found.parts
+
+
+def _holds_tensors(value: object, around: tuple[int, ...] = ()) -> bool:
+    """Whether there are tensors in what may be opened; raise `Circular` where it is in itself."""
     if can_be_proxy(value):
         return True
-    if depth == _DEEPEST or type(value) not in (tuple, list, dict):
+    parts = None if len(around) == _DEEPEST else _parts_of(value)
+    if parts is None:
         return False
-    assert isinstance(value, (tuple, list, dict))
-    if isinstance(value, dict) and not all(isinstance(key, (str, int)) for key in value):
-        return False
-    return any(
-        _holds_tensors(item, depth + 1) for item in (value.values() if isinstance(value, dict) else value)
-    )
+    if id(value) in around:
+        raise Circular
+    inside = (*around, id(value))
+    # All parts are looked at, as the last one may be circular.
+    return True in [_holds_tensors(part, inside) for part in parts]
 
 
 def _opened(value: object) -> bool:
     """Whether a result's parts get refs of their own."""
-    return _holds_tensors(value) or (
-        isinstance(value, tuple) and type(value) is tuple and len(value) <= _MOST
-    )
+    try:
+        holds = _holds_tensors(value)
+    except Circular:
+        return False
+    return holds or (isinstance(value, tuple) and type(value) is tuple and len(value) <= _MOST)
 
 
 # What holds the parts of a result, and the key or number of one.
@@ -98,7 +115,7 @@ def described(box: list[object], operands: Sequence[object], memories: Memories,
         operand.untyped_storage()._cdata if isinstance(operand, torch.Tensor) else 0 for operand in operands
     ]
 
-    def memory(parts: _Parts, key: object) -> int:
+    def memory(parts: _Parts, key: object, alone: int) -> int:
         value: torch.Tensor = parts[key]  # type: ignore[assignment, call-overload]
         storage = value.untyped_storage()
         if storage._cdata in given:
@@ -108,25 +125,44 @@ def described(box: list[object], operands: Sequence[object], memories: Memories,
         only = torch._C._storage_Use_Count(storage._cdata) <= 2 and _holders(value) == 1
         computed = recorded and value.grad_fn is not None and not value._is_view()
         del value
-        if (only or computed) and sys.getrefcount(parts[key]) <= _ALONE:  # type: ignore[call-overload]
+        if (only or computed) and sys.getrefcount(parts[key]) <= alone:  # type: ignore[call-overload]
             return _OWN
         return memories.name(storage)
 
-    def part(parts: _Parts, key: object) -> Plain:
+    def part(parts: _Parts, key: object, alone: int) -> Plain:
+        """`alone` is how many references a part has that nobody else holds. It is 0 where somebody may."""
         kind = type(parts[key])  # type: ignore[call-overload]
         if issubclass(kind, torch.Tensor) and can_be_proxy(parts[key]):  # type: ignore[call-overload]
             # The memory is looked at first: an argument that waits on the stack holds the tensor.
-            whose = memory(parts, key)
+            whose = memory(parts, key, alone)
             tensor: torch.Tensor = parts[key]  # type: ignore[assignment, call-overload]
             return ["tensor", *spec_fields(tensor), tensor.requires_grad, whose]
         if not _opened(parts[key]):  # type: ignore[call-overload]
             return OBJECT
+        # Whoever else holds a container holds its tensors.
+        inner = _ALONE if sys.getrefcount(parts[key]) <= alone else 0  # type: ignore[call-overload]
         value: _Parts = parts[key]  # type: ignore[assignment, call-overload]
-        if isinstance(value, Mapping):
-            return ["dict", [*map(_plain_key, value)], *[part(value, name) for name in value]]
-        return [kind.__name__, *[part(value, k) for k in range(len(value))]]
+        if type(value) is dict:
+            return ["dict", [*map(_plain_key, value)], *[part(value, name, inner) for name in value]]
+        if type(value) in (tuple, list):
+            return [kind.__name__, *[part(value, k, inner) for k in range(len(value))]]
+        found = opened(value)
+        assert found is not None
+        # The object holds its parts as well, if they are not its items.
+        within = Counter(map(id, () if found.parts is value else _held_by(value)))
+        counts = [inner and inner + within[id(item)] for item in found.parts]
+        items = found.parts
+        shown = [NOTHING if items[k] is None else part(items, k, count) for k, count in enumerate(counts)]
+        return ["class", found.name, found.context, *shown]
 
-    return NOTHING if box[0] is None else part(box, 0)
+    return NOTHING if box[0] is None else part(box, 0, _ALONE)
+
+
+def _held_by(value: object) -> Iterator[object]:
+    """Yield what an object holds itself: its attributes, and the items of a dict."""
+    yield from getattr(value, "__dict__", {}).values()
+    if isinstance(value, dict):
+        yield from dict.values(value)
 
 
 def _plain_key(key: object) -> Plain:
@@ -162,6 +198,15 @@ def leaves(value: object, promised: Plain, name: str) -> Iterator[object]:
                 raise _broken(name, f"a {kind} of {len(parts)}", value)
             for item, part in zip(value, parts):
                 yield from leaves(item, part, name)
+        case ["class", str(kind), str(context), *parts]:
+            found = opened(value)
+            if found is None or (found.name, found.context, len(found.parts)) != (kind, context, len(parts)):
+                raise _broken(name, f"a {_short(kind)} of {len(parts)}", value)
+            for item, part in zip(found.parts, parts):
+                yield from leaves(item, part, name)
+        case "nothing":
+            if value is not None:
+                raise _broken(name, "None", value)
         case _:
             yield Held(value)
 
@@ -179,6 +224,10 @@ def _as_promised(value: torch.Tensor, spec: list[Plain], grad: bool, name: str) 
     return value
 
 
+def _short(name: str) -> str:
+    return name.rpartition(":")[2]
+
+
 def _broken(name: str, wanted: str, value: object) -> UsageError:
     if isinstance(value, torch.Tensor):
         real = f"a tensor {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}" + (
@@ -186,6 +235,8 @@ def _broken(name: str, wanted: str, value: object) -> UsageError:
         )
     elif isinstance(value, (tuple, list, dict)):
         real = f"a {type(value).__name__} of {len(value)}"
+    elif (found := opened(value)) is not None:
+        real = f"a {_short(found.name)} of {len(found.parts)}"
     else:
         real = f"{type(value).__name__} {value!r:.60}"
     return UsageError(

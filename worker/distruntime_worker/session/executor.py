@@ -52,7 +52,8 @@ from ..programs.program import Program
 from ..publishing.published import Others, Published, Shelf
 from ..python.agent import Agent
 from ..python.calls import Calls, note_writes
-from ..python.members import Members, Surroundings
+from ..python.children import Surroundings
+from ..python.members import Members
 from ..python.running import Around
 from ..values import functions
 from ..values.draws import Draws, may_draw

@@ -37,6 +37,7 @@ from safetensors.torch import save_file
 
 import distruntime as dr
 from agree import REMOTE
+from distruntime.tensors.tensor import DistributedTensor
 from early_channel import Late
 
 Method = TypeVar("Method", bound=Callable[..., None])
@@ -572,6 +573,29 @@ class Elementwise(Base):
         self.say(b, "into", a)
         self.write(a, lambda x: act(x, b.remote), b)
         act(a.local, b.local)
+
+    @operation(1)
+    def replayed(self) -> None:
+        """A program of a write and a sum, two calls of which are recorded and two replayed."""
+        a, k = self.any(), self.random.randrange(1, 9)
+        b = self.like(a, a.place, apart=[a.memory])
+        name, act = self.random.choice(list(self.WRITES.items()))
+        if not type(a.remote) is type(b.remote) is DistributedTensor:
+            return
+
+        def step(x: Any, y: Any) -> Any:
+            act(x, k)
+            return x + y
+
+        self.say("a program of", name, a, k, "and", b)
+        with self.where(a.place):
+            program = dr.program(step)
+            for _ in range(4):
+                remote = program(a.remote, b.remote)
+        for _ in range(4):
+            local = step(a.local, b.local)
+        self.written(a)
+        self.keep(a.place, remote, local, a, b)
 
     @operation(4)
     def view(self) -> None:

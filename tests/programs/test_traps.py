@@ -356,6 +356,11 @@ REFUSED: dict[str, tuple[Callable[[], Callable[[torch.Tensor], Any]], str, str]]
     "a local result": (lambda: lambda x: torch.ones(3), "returns a local tensor", "return remote tensors"),
     "synchronize": (lambda: lambda x: (dr.synchronize(), x + 1)[1], "wait for a worker", "before or after"),
     "a function of the user's": (lambda: lambda x: dr.remote(abs)(x), "yet", "outside"),
+    "an event's query": (
+        lambda: lambda x: (dr.current_stream().query(), x)[1],
+        "wait for a worker",
+        "before or",
+    ),
     "a seed": (lambda: lambda x: (dr.manual_seed(1), x + 1)[1], "seed", "outside"),
 }
 
@@ -372,6 +377,20 @@ def test_what_no_replay_can_do_is_refused_with_the_line_and_a_remedy(x: torch.Te
     assert what in text and remedy in text and "program" in text
     assert program.replays == 0
     box.n, box.w, box.losses = 0, None, []
+
+
+def test_a_group_that_is_made_at_each_call_is_refused(x: torch.Tensor) -> None:
+    y = torch.ones(3).to(dr.place(1, "cpu"))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        group, mine = dr.new_group([0, 1]), x * 2
+        dr.all_reduce([mine, y * 2], group=group)
+        return mine
+
+    program = dr.program(step)
+    with pytest.raises(dr.NotSupportedError, match="recordings of the program 'step' in a row differ"):
+        for _ in range(12):
+            assert program(x).tolist() == [4.0] * 3
 
 
 def test_adamw_that_counts_here_is_refused(session: object) -> None:

@@ -10,13 +10,21 @@ import functools
 import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Generic, ParamSpec, TypeVar, overload
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..errors import InternalError, PlacementError, UsageError, drop_frames, without_our_frames
+from ..errors import (
+    DistruntimeError,
+    InternalError,
+    PlacementError,
+    UsageError,
+    drop_frames,
+    without_our_frames,
+)
 from ..log.handle import Handle
 from ..log.ledger import BESIDE
 from ..log.log import relieve
@@ -99,7 +107,14 @@ class _Team:
             self._members[node] = made
         node, first = next(iter(self._members.items()))
         listen = Callee("dr.spmd", "method listen")
-        found = fetch(invoke(listen, _of_objects, (first, proposed(node)), {}, None, _keep))
+        try:
+            found = fetch(invoke(listen, _of_objects, (first, proposed(node)), {}, None, _keep))
+        except DistruntimeError:
+            # What the other workers have failed with is known with this.
+            for members in self._members.values():
+                with suppress(DistruntimeError):
+                    fetch(members)
+            raise
         match found:
             case (str(host), int(port)):
                 self._address = host, port

@@ -84,6 +84,17 @@ def test_a_worker_refuses_functions(worker: Start, tmp_path: Path) -> None:
     started = worker("--no-functions", "--simulate-cuda", "1", "--key", str(tmp_path / "key"))
     with dr.init_master_worker(workers=[started.address], key=tmp_path / "key", timeout=STARTING):
         refuses(r"[s]tarted with --no-functions: .* Start it without that option", tmp_path / "there")
+        mesh, path = dr.init_device_mesh("cpu", (1,)), str(tmp_path)
+        for use in (
+            lambda: dr.spmd(mesh, lambda: 1)(),
+            lambda: list(dr.data_loader([1, 2], node=0)),
+            lambda: dr.RemoteModule(torch.nn.Linear, 2, 2, node=0),
+            lambda: dr.load(path, node=0),
+            lambda: dr.load(path, node=mesh),
+            lambda: dr.pull(path, 0, to=path),
+        ):
+            with pytest.raises(dr.NotSupportedError, match=r"[s]tarted with --no-functions"):
+                use()
 
 
 def test_a_session_without_a_key_runs_no_function_and_opens_no_object(worker: Start, tmp_path: Path) -> None:

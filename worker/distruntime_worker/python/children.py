@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ class Surroundings:
 # A request has at most so many bytes.
 _BUFFER = 1 << 20
 _REPORT = 4096
+# The exit code of a child that has closed its socket is asked for during so many seconds, and so often.
+_EXIT, _LOOK = 5.0, 0.05
 
 
 def readable(descriptors: Iterable[int], seconds: float) -> list[int]:
@@ -150,6 +153,17 @@ class Nursery:
         while child.code is None and self.look(1.0):
             pass
         child.close()
+
+    def end_of(self, child: Child) -> str:
+        """Return how a child has ended that has closed its socket. Block until that is known, or for long."""
+        until = time.monotonic() + _EXIT
+        while child.code is None and self.look(_LOOK) and time.monotonic() < until:
+            pass
+        if child.code is None:
+            return "closed its socket"
+        if child.code < 0:
+            return f"was ended by {signal.Signals(-child.code).name}"
+        return f"exited with code {child.code}"
 
     def close(self) -> None:
         """End the nursery. Its children end with it."""

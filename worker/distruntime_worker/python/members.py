@@ -11,7 +11,6 @@ one worker would wait for old ones of another.
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -42,8 +41,6 @@ from .running import here
 _LOOK = 0.05
 # A call that has not begun here has so many seconds to tell the other workers so.
 _TELLING = 30.0
-# A member that has closed its socket has so many seconds until its exit code is asked for no more.
-_EXIT = 5.0
 _PIPE = 1 << 16
 # A member that says one of these has lost another one. What that one says, or how it ended, is the cause of
 # both, and may take so many seconds to be known.
@@ -310,7 +307,8 @@ class Members:
             incoming = None
         self._print(lane)
         if incoming is None:
-            raise RuntimeError(f"rank {rank} {self._end_of(child)} in {name}")
+            assert self._nursery is not None
+            raise RuntimeError(f"rank {rank} {self._nursery.end_of(child)} in {name}")
         match incoming.message:
             case Done(result, grouped):
                 self._ungrouped = self._ungrouped or not grouped
@@ -331,17 +329,6 @@ class Members:
         found = incoming.tensor(part)  # type: ignore[arg-type]
         # The memory of a GPU is the other process's, and would go with it.
         return found if found.device.type == "cpu" else found.clone()
-
-    def _end_of(self, child: Child) -> str:
-        assert self._nursery is not None
-        until = time.monotonic() + _EXIT
-        while child.code is None and self._nursery.look(_LOOK) and time.monotonic() < until:
-            pass
-        if child.code is None:
-            return "closed its socket"
-        if child.code < 0:
-            return f"was ended by {signal.Signals(-child.code).name}"
-        return f"exited with code {child.code}"
 
     def _check(self, name: str, deadline: float | None) -> None:
         """Raise what ends a call here."""

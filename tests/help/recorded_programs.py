@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import distruntime as dr
-from programs import equal, read
+from as_program import equal, read
 
 # These are for any place.
 _HERE = (

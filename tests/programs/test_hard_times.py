@@ -19,7 +19,7 @@ import distruntime as dr
 from agree import REMOTE
 from network import Network
 from processes import ListeningWorker, blocked, slots, until
-from programs import Case, replayed_as_eager
+from as_program import Case, replayed_as_eager
 
 
 def _state(device: Any) -> Any:

@@ -13,7 +13,7 @@ import torch
 import distruntime as dr
 from agree import REMOTE
 from processes import blocked, slots
-from programs import Case, replayed_as_eager
+from as_program import Case, replayed_as_eager
 
 
 def _full(value: float, place: Any = REMOTE) -> torch.Tensor:

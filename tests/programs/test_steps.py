@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import distruntime as dr
 from agree import REMOTE
-from programs import Case, replayed_as_eager
+from as_program import Case, replayed_as_eager
 
 
 def _members(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -74,7 +74,8 @@ class Terminal:
     def enter(self, line: str) -> str:
         """Type a line; return what it says before the next prompt."""
         self.send(line + "\n")
-        return self.expect(r"\n>>> ")
+        # What a long wait shows is cleared before the prompt, on its line.
+        return self.expect(r"(?:\n|\x1b\[K)>>> ")
 
     def ended(self) -> tuple[int, str]:
         """Wait for its end; return exit status and last words."""

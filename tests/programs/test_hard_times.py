@@ -17,9 +17,9 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE
+from as_program import Case, replayed_as_eager
 from network import Network
 from processes import ListeningWorker, blocked, slots, until
-from as_program import Case, replayed_as_eager
 
 
 def _state(device: Any) -> Any:

@@ -12,8 +12,8 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE
-from processes import blocked, slots
 from as_program import Case, replayed_as_eager
+from processes import blocked, slots
 
 
 def _full(value: float, place: Any = REMOTE) -> torch.Tensor:

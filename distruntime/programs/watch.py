@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import io
 import os
+import pathlib
 import random
 import sys
 import threading
@@ -45,6 +46,10 @@ def _begin() -> None:
             )
             for module in (builtins, io):
                 _put(module, "open", _opening(module.open))
+            # The paths of Python 3.10 have a name of their own for it.
+            accessor = getattr(pathlib, "_NormalAccessor", None)
+            if accessor is not None:
+                _put(accessor, "open", staticmethod(_opening(accessor.open)))
             _put(os._Environ, "__getitem__", _reading(os._Environ.__getitem__))
 
 

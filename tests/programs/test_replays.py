@@ -63,7 +63,9 @@ def test_a_training_step_is_replayed_and_equal_to_eager(session: object, name: s
     assert program.recordings <= 3 and program.replays == 9 - program.recordings and program.why == ""
 
 
-def test_a_replay_is_one_instruction_of_a_few_words(session: Any) -> None:
+def test_a_replay_is_one_instruction_of_a_few_words(fresh_session: Callable[..., Any]) -> None:
+    # A session in which a test has used streams issues through their order.
+    session = fresh_session()
     _, _, remote, there = _mlp(REMOTE, OPTIMIZERS["sgd"])
     program = dr.program(remote)
     for k in range(4):

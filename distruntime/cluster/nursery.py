@@ -236,8 +236,10 @@ class Nursery:
             if left is not None and left <= 0:
                 return
             # Without its nursery a worker is looked at again and again.
-            watched = [] if self.ended else [self._socket]
-            select.select(watched, [], [], _LOOK if left is None else min(_LOOK, left))
+            watched = select.poll()
+            if not self.ended:
+                watched.register(self._socket, select.POLLIN)
+            watched.poll(1000 * (_LOOK if left is None else min(_LOOK, left)))
 
     def close(self) -> None:
         """End the nursery. Its workers go on."""

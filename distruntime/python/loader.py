@@ -22,6 +22,7 @@ from ..log.shards import mesh_of
 from ..operators.proxies import wrap
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
+from ..tensors.trees import joined
 from .sent import ask_ahead, run_at
 from .sent_loader import Loader, begun, length_of, next_of
 from .weights import Mesh, is_mesh, where
@@ -221,11 +222,13 @@ def _joined(mesh: Mesh, found: Sequence[object]) -> object:
                 "collate_fn=, or make one loader for each member"
             )
         return wrap(DistributedTensor, mesh_of(mesh._mesh_log, mesh._home, shards))
-    if isinstance(first, (tuple, list)):
-        return type(first)(_joined(mesh, items) for items in zip(*found))
-    if isinstance(first, dict):
+    if isinstance(first, (tuple, list)) and type(first) in (tuple, list):
+        items = [_joined(mesh, row) for row in zip(*found)]
+        return items if type(first) is list else tuple(items)
+    if type(first) is dict:
         return {key: _joined(mesh, [one[key] for one in found]) for key in first}  # type: ignore[index]
-    return [*found]
+    tree = joined(found, lambda items: _joined(mesh, items))
+    return [*found] if tree is None else tree
 
 
 @without_our_frames

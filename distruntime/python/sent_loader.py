@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -163,18 +164,19 @@ class _From:
         return max(0, len(self._own) - self.first)
 
 
-def _on(value: object, device: torch.device) -> object:
-    """Return a batch with its tensors on a device. Its dicts and tuples become plain ones."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, Mapping):
-        return {key: _on(item, device) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_on(item, device) for item in value)
-    if isinstance(value, list):
-        return [_on(item, device) for item in value]
-    to: _Own = getattr(value, "to", None)
-    return value if to is None or isinstance(value, type) else to(device)
+def _on(batch: object, device: torch.device) -> object:
+    """Return a batch with its tensors on a device. Dicts that torch's pytree does not know become plain."""
+
+    def moved(leaf: object) -> object:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=True)
+        # What the pytree does not know would stay one object there, as the batches of a tokenizer are.
+        if isinstance(leaf, Mapping):
+            return {key: _on(item, device) for key, item in leaf.items()}
+        to: _Own = getattr(leaf, "to", None)
+        return leaf if to is None or isinstance(leaf, type) else to(device)
+
+    return tree_map(moved, batch)
 
 
 def begun(loader: Loader, epoch: int, first: int) -> Loader:

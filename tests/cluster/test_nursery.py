@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import secrets
 import select
 import signal
@@ -18,6 +19,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy
 import pytest
@@ -141,6 +143,26 @@ def mother(worker: LocalWorker) -> nurseries.Nursery:
     """Return the nursery that has forked a worker."""
     (found,) = (nursery for nursery in nurseries._nurseries if nursery.pid == parent(worker.pid))
     return found
+
+
+def test_a_process_with_a_thousand_open_files_waits_for_its_workers(tmp_path: Path) -> None:
+    """`select` would raise."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+    files: list[IO[bytes]] = []
+    # A nursery that is there already has a small number.
+    fixed, nurseries._nurseries[:] = [*nurseries._nurseries], []
+    try:
+        files += [open(os.devnull, "rb") for _ in range(1100)]
+        with (tmp_path / "log").open("ab") as output:
+            worker = nurseries.fork_worker(["--version"], dict(os.environ), output, False)
+        assert worker is not None and worker.wait(60) == 0, (tmp_path / "log").read_text()
+        nurseries._nurseries[0].close()
+    finally:
+        nurseries._nurseries[:] = fixed
+        for file in files:
+            file.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_request_has_the_environment_the_directory_and_the_umask_of_its_time(

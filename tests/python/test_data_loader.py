@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections import UserDict
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+)
 
 import distruntime as dr
 
@@ -48,6 +56,37 @@ def test_batches_are_remote_tensors_and_the_last_is_smaller(session: object) -> 
     assert {batch["x"].place for batch in batches} == {dr.place(1, "cpu")}
     assert numbers(batches) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert batches[0]["rest"][1].tolist() != [os.getpid()] * 4
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    rest: dict[str, torch.Tensor]
+
+
+class Pairs(Dataset[Pair]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, k: int) -> Pair:
+        return Pair(torch.tensor(float(k)), {"k": torch.tensor(k)})
+
+
+def pairs(items: list[Pair]) -> UserDict[str, Pair]:
+    return UserDict({"pair": default_collate(items)})
+
+
+def test_named_tuples_keep_their_class_and_unknown_dicts_become_plain(session: object) -> None:
+    for batch in dr.data_loader(Pairs(), node=1, batch_size=2):
+        assert type(batch) is Pair and batch.x.place == batch.rest["k"].place == dr.place(1, "cpu")
+    batches = list(dr.data_loader(Pairs(), node=1, batch_size=2, collate_fn=pairs))
+    assert [type(batch) for batch in batches] == [dict, dict] and batches[1]["pair"].x.tolist() == [2.0, 3.0]
+
+
+def test_named_tuples_of_a_mesh_are_of_its_tensors(session: object) -> None:
+    mesh = dr.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    batches = list(dr.data_loader(Pairs(), node=mesh, batch_size=1))
+    assert [type(batch) for batch in batches] == [Pair, Pair]
+    assert [batch.rest["k"].member(1).item() for batch in batches] == [1, 3]
 
 
 def test_processes_of_the_worker_make_the_batches(session: object) -> None:

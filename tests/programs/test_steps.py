@@ -133,14 +133,29 @@ def test_a_step_of_a_1f1b_pipeline(session: Any, pipeline: ModuleType) -> None:
     assert program.replays >= 4 and not program.why
 
 
-def test_a_step_of_a_small_gpt(session: Any) -> None:
+SMALL = {
+    "GPT2": {"n_positions": 16, "n_layer": 2, "n_head": 2, "n_embd": 16},
+    "Llama": {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_step_of_a_small_language_model(session: Any, name: str) -> None:
     transformers = pytest.importorskip("transformers")
-    size = {"vocab_size": 64, "n_positions": 16, "n_layer": 2, "n_head": 2, "n_embd": 16}
-    config = transformers.GPT2Config(**size, bos_token_id=0, eos_token_id=0)
+    config = getattr(transformers, f"{name}Config")(
+        **SMALL[name], vocab_size=64, bos_token_id=0, eos_token_id=0
+    )
+    kind = {"GPT2": "GPT2LMHeadModel", "Llama": "LlamaForCausalLM"}[name]
 
     def make() -> Case:
         torch.manual_seed(0)
-        model = transformers.GPT2LMHeadModel(config).to(REMOTE)
+        model = getattr(transformers, kind)(config).to(REMOTE)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
         def step(tokens: torch.Tensor) -> torch.Tensor:

@@ -207,13 +207,15 @@ def reasons(found: Sequence[Found], causes: list[Cause]) -> Iterator[str]:
         yield f"- {kind}, {number}: {why}"
 
 
-def rewrite(page: Path, words: Sequence[str]) -> None:
-    """Put the table into the page, between its two marks."""
-    before, mark, rest = page.read_text().partition("<!-- table -->\n")
-    _, end, after = rest.partition("<!-- end of the table -->\n")
-    if not (mark and end):
-        raise ValueError(f"{page} has no lines `<!-- table -->` and `<!-- end of the table -->`")
-    page.write_text("".join([before, mark, "\n".join(words), "\n", end, after]))
+def rewrite(page: Path, words: Sequence[str], mode: str | None) -> None:
+    """Put the table into the page between its two marks: the table of one mode, or that of all."""
+    of = f" of {mode}" if mode else ""
+    start, end = f"<!-- table{of} -->\n", f"<!-- end of the table{of} -->\n"
+    before, mark, rest = page.read_text().partition(start)
+    _, second, after = rest.partition(end)
+    if not (mark and second):
+        raise ValueError(f"{page} has no lines {start!r} and {end!r}")
+    page.write_text("".join([before, mark, "\n".join(words), "\n", second, after]))
 
 
 def now_passing(found: Sequence[Found], causes: list[Cause]) -> Iterator[str]:
@@ -305,7 +307,7 @@ def main() -> int:
     ]
     print(*words, *now_passing(found, causes), sep="\n")
     if options.page:
-        rewrite(options.page, words)
+        rewrite(options.page, words, options.mode)
     return 1 if whole.counts["unexplained"] or any(group.deaths for group in found) else 0
 
 

@@ -11,7 +11,7 @@
 #   make ecosystem  a script for each of 41 libraries, here and on a worker, in a venv of their own: some five minutes
 #   make torch-tests  PyTorch's own tests on remote tensors and in dr.spmd, a sample of them: some 20 minutes
 #   make long     what takes hours: every dtype of op_db, its wrong inputs, every architecture of transformers, an hour of fuzzing, 200 faults, half an hour
-#                 of soak, 24,000 random programs
+#                 of soak, 24,000 random programs, 200 random programs of dr.program
 # PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" takes torch's CPU build (0.2 GB instead of 3 GB with CUDA).
 
 PYTHON := $(firstword $(foreach p,$(PYTHON) python3 python3.13 python3.12 python3.11 python3.10,\
@@ -78,6 +78,7 @@ long: .venv/.tests
 	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/programs.py --programs 20000 --publish
 	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/programs.py --programs 2000 --publish --masters 2 --simulate-cuda 2
 	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/programs.py --programs 2000 --nodes 4 --threads 3
+	PYTHONPATH=.:worker:tests/help OMP_NUM_THREADS=1 $(BIN)/python tests/long/recorded.py --programs 200 --calls 25
 	$(BIN)/python tests/accelerator/run.py --programs 5000 -k random_programs
 
 accelerator: .venv/.tests

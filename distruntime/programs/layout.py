@@ -37,8 +37,14 @@ class Layout:
         leaves: Sequence[object],
         before: Sequence[tuple[str, Storage]],
         compile: str | None,
+        opened: Mapping[Name, Name],
     ) -> None:
+        """Lay it out. `opened` are names of held values that come as arguments instead."""
+        if opened:
+            recording = recording.renamed(opened)
+            kept = {ref: opened.get(name, name) for ref, name in kept.items()}
         self._recording, self._returned, self._paths = recording, returned, paths
+        self._opened = opened
         self._acts = list(recording.acts)
         self._held = {path: tensor._handle for path, tensor in paths.items()}
         self.current = dict(current_streams.get())
@@ -48,7 +54,9 @@ class Layout:
         self._known: dict[int, Where] = {}
         for path, storage in before:
             if path in self._held:
-                self._known[id(storage)] = "fixed", self._held[path].storage
+                name = opened.get((HELD, path))
+                fixed = "fixed", self._held[path].storage
+                self._known[id(storage)] = fixed if name is None else ("argument", int(name[1]))
         for handle in self._held.values():
             self._known[id(handle.storage)] = "fixed", handle.storage
         for k, leaf in reversed([*enumerate(leaves)]):
@@ -128,7 +136,7 @@ class Layout:
             needs = [self._makers.get(name, -1) for name in mine.values()]
             for ref in mine:
                 for path in paths[ref]:
-                    needs += self._users.get((HELD, path), ())
+                    needs += self._users.get(self._opened.get((HELD, path), (HELD, path)), ())
             last = max(
                 (k for k, act in enumerate(self._acts) if isinstance(act, Part) and act.log is log),
                 default=-1,

@@ -14,7 +14,8 @@ from ..log.line import user_line
 from ..log.log import Log
 from ..session.session import session_of_log
 from ..tensors.tensor import DistributedTensor
-from ..wire.messages import ARGUMENT
+from ..wire.messages import ARGUMENT, HELD
+from .carried import Carried, Kind, Taken
 from .changing import explained, numbers_of
 from .graphs import given
 from .guards import Guards
@@ -45,6 +46,10 @@ class Found:
     floats: dict[str, int] = field(default_factory=dict)
     # The memory at each path before it.
     memories: Sequence[tuple[str, Storage]] = ()
+    # At these paths another tensor of this kind may stand.
+    kinds: Mapping[str, Kind] = field(default_factory=dict)
+    # The run has changed what stood at these paths in place.
+    changed_paths: Sequence[str] = ()
 
 
 class Plan:
@@ -60,6 +65,8 @@ class Plan:
         by_ref = {tensor._handle.ref: tensor for tensor in paths.values()}
         renewed = [by_ref[ref] for ref in kept]
         self.guards = Guards(found.after, renewed, free - found.floats.keys())
+        self.kinds = found.kinds
+        self.carried = Carried(found.after, renewed, found.kinds)
         self._numbers = numbers_of(numbers, found.after.seen, found.floats) if numbers else None
         self.follows_floats = bool(numbers)
         # What it changes counts as written by this process's autograd too.
@@ -89,9 +96,22 @@ class Plan:
             and self._leaves[0][0] == "made"
             and run.tree.is_leaf()
         )
-        layout = Layout(recording, kept, numbers, returned, paths, found.leaves, found.memories, compile)
-        self._acts, self._over, self._bridges = layout.acts, layout.over, layout.bridges
-        self._specs = layout.specs
+
+        def laid(opened: Mapping[Name, Name]) -> Layout:
+            return Layout(
+                recording, kept, numbers, returned, paths, found.leaves, found.memories, compile, opened
+            )
+
+        layout = self._layout = self._used = laid({})
+        read = dict.fromkeys((*recording.read(), *kept.values()))
+        # What others have left comes behind the arguments.
+        entries = [name for name in read if name[0] == HELD and name[1] in self.carried.own]
+        self._entries = [self.carried.own[str(path)] for _, path in entries]
+        opened = {name: (ARGUMENT, len(found.leaves) + k) for k, name in enumerate(entries)}
+        self._open = laid(opened) if opened else layout
+        self._changed_entries = [self.carried.own[p] for p in found.changed_paths if p in self.carried.own]
+        before = {id(storage) for _, storage in found.memories}
+        self._shares = any(id(tensor._handle.storage) in before for tensor in renewed)
         self.logs: Sequence[Log] = layout.logs
         # It is one of these streams that it names, and the others are current in each call.
         self._streams = dict(layout.current) if recording.several else None
@@ -103,11 +123,34 @@ class Plan:
 
     def compiled(self) -> str:
         """Return what became of its compiling. Block until what was issued before has run."""
-        found = sorted({act.compiled() for act in self._acts if isinstance(act, Piece)})
+        found = sorted({act.compiled() for act in self._used.acts if isinstance(act, Piece)})
         return "compiling" if "compiling" in found else "; ".join(found)
+
+    def does_as(self, other: Plan) -> bool:
+        """Whether another plan does the same with the same kinds of tensors."""
+        return not self.run.difference(other.run) and self.kinds == other.kinds
 
     def fits(self, leaves: Sequence[object]) -> bool:
         """Whether these arguments are of this plan, and all that it has found is as it was."""
+        return not self.carried.turns and self._called_alike(leaves) and self.guards.holds()
+
+    def fits_with(self, leaves: Sequence[object]) -> Taken | None:
+        """Return what stands where this plan's own tensors would, if it fits with that.
+
+        Its own are there then, and have no value yet. Otherwise return None, and all is as it was.
+        """
+        if not self._called_alike(leaves):
+            return None
+        # What has the memory of another one is ordered by its own only.
+        if self._shares and any(log.order is not None for log in self.logs):
+            return None
+        taken = self.carried.taken(leaves)
+        if taken is None or self.guards.holds():
+            return taken
+        taken.put_back()
+        return None
+
+    def _called_alike(self, leaves: Sequence[object]) -> bool:
         for k, value in self._fixed_floats.items():
             if leaves[k] != value:
                 return False
@@ -116,7 +159,7 @@ class Plan:
                 return False
         if self._streams is not None and dict(current_streams.get()) != self._streams:
             return False
-        return self._at_its_place() and self.guards.holds()
+        return self._at_its_place()
 
     def _now(self) -> tuple[object, ...]:
         return current_node.get(), current_device.get(), current_mesh.get(), self._places.default
@@ -142,27 +185,40 @@ class Plan:
             return "another stream is current, and the program uses several"
         if not self._at_its_place():
             return f"the current place was {self._place.place}, and is another one now"
-        return self.guards.missed()
+        turned = "what it left in objects is of another shape or dtype than what it found there"
+        return self.guards.missed() or (turned if self.carried.turns else "")
 
     def usable(self) -> bool:
         """Whether its workers, its groups and its session are there."""
         for log in self.logs:
             if log.failed is not None or log.session.closed is not None:
                 return False
-        return all(bridge.between.broken() is None for bridge in self._bridges)
+        return all(bridge.between.broken() is None for bridge in self._layout.bridges)
 
     def numbers(self, leaves: Sequence[object]) -> list[float] | None:
         """Return the numbers that this call brings; None where nobody knows which float they follow."""
         return [] if self._numbers is None else self._numbers(leaves)
 
-    def replay(self, leaves: Sequence[object], numbers: Sequence[float]) -> object:
-        """Issue the program, part by part; return what it returns. Blocks while a window is full."""
-        values, line = Values(leaves, self._specs), user_line()
-        for act, over in zip(self._acts, self._over):
+    def replay(
+        self, leaves: Sequence[object], numbers: Sequence[float], taken: Taken | None = None
+    ) -> object:
+        """Issue the program, part by part; return what it returns. Blocks while a window is full.
+
+        `taken` is what `fits_with` has found.
+        """
+        layout, operands = self._layout, leaves
+        if taken is not None and self._entries:
+            layout = self._open
+            operands = [*leaves, *map(taken.instead_of, self._entries)]
+        self._used = layout
+        values, line = Values(operands, layout.specs), user_line()
+        for act, over in zip(layout.acts, layout.over):
             act.issue(values, numbers, line, self.name)
             for name in over:
                 values.made.pop(name, None)
         self._count_versions(leaves)
+        if taken is not None and self._changed_entries:
+            torch.autograd.graph.increment_version([*map(taken.instead_of, self._changed_entries)])
         self.replays += 1
         return self._given(leaves, values.made)
 

@@ -20,6 +20,7 @@ from ..log.tape import Tape, not_in_a_program, recorded
 from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD
+from .carried import kind_of, renewed_kinds
 from .plan import Found, Plan
 from .reach import PLAIN, Reach, local_of
 from .recording import Name, record
@@ -101,21 +102,30 @@ class Program(Generic[P, R]):
             if plans is None or not plan.usable():
                 self._forget(signature)
                 break
-            if plan.fits(leaves):
-                numbers = plan.numbers(leaves)
-                if numbers is None:
-                    why = "numbers follow floats that were equal, and are not any more"
-                    continue
-                if self._due(plan):
-                    return self._record(
-                        signature, args, kwargs, leaves, "it was recorded again to compare", plan
-                    )
-                found = plan.replay(leaves, numbers)
-                self._last = plan
-                self.replays += 1
-                self.why = ""
-                return found  # type: ignore[return-value]
-            why = plan.missed(leaves) or "the arguments are others"
+            taken = None
+            if not plan.fits(leaves) and (taken := plan.fits_with(leaves)) is None:
+                why = plan.missed(leaves) or "the arguments are others"
+                continue
+            numbers = plan.numbers(leaves)
+            if (numbers is None or self._due(plan)) and taken is not None:
+                taken.put_back()
+            if numbers is None:
+                why = "numbers follow floats that were equal, and are not any more"
+                continue
+            if self._due(plan):
+                why = "it was recorded again to compare"
+                return self._record(signature, args, kwargs, leaves, why, plan)
+            try:
+                found = plan.replay(leaves, numbers, taken)
+            except BaseException:
+                # What it would have left there has no value.
+                if taken is not None:
+                    taken.put_back()
+                raise
+            self._last = plan
+            self.replays += 1
+            self.why = ""
+            return found  # type: ignore[return-value]
         return self._record(signature, args, kwargs, leaves, why)
 
     def _due(self, plan: Plan) -> bool:
@@ -172,6 +182,7 @@ class Program(Generic[P, R]):
         names.update({ref: (ARGUMENT, k) for ref, k in arguments.items()})
         draws = LocalDraws(before.generators)
         memories = [(path, tensor._handle.storage) for path, tensor in before.paths.items()]
+        entered = {path: kind_of(tensor) for path, tensor in before.paths.items()}
         current = current_streams.get()
         known = [*(tensor for _, tensor in before.tensors.values()), *_tensors(leaves)]
         versions = [(tensor, _version(tensor)) for tensor in known]
@@ -224,7 +235,10 @@ class Program(Generic[P, R]):
                 "  something that it reads has changed where nobody can see it (a file, another module): "
                 "pass that as an argument. What the last replays have computed may be wrong"
             )
-        odd = unsteady(before, after)
+        written = {id(tensor) for tensor, version in versions if _version(tensor) != version}
+        changed_paths = [path for path, tensor in before.paths.items() if id(tensor) in written]
+        kinds = renewed_kinds(run, entered, after)
+        odd = unsteady(before, after, kinds)
         if odd and same is not None:
             self.why = f"it left {odd} in another state than it found it in"
         elif same is not None and recording.acts:
@@ -243,6 +257,8 @@ class Program(Generic[P, R]):
                     [k for ref, k in arguments.items() if ref in paths],
                     {f"argument {k}": k for k, leaf in enumerate(leaves) if type(leaf) is float},
                     memories,
+                    kinds,
+                    changed_paths,
                 ),
                 self._compile,
             )
@@ -285,7 +301,7 @@ class Program(Generic[P, R]):
     def _keep(self, signature: object, plan: Plan, instead: Plan | None) -> None:
         """Let a plan be the first that is tried. A plan that did the same is never tried again."""
         plans = self._plans.setdefault(signature, [])
-        rest = [one for one in plans if one is not instead and one.run.difference(plan.run)]
+        rest = [one for one in plans if one is not instead and not one.does_as(plan)]
         plans[:] = [plan, *rest[: _MOST_PLANS - 1]]
 
     def _require_plain(

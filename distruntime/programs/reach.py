@@ -63,6 +63,15 @@ class Seen:
             return len(self.owner)  # type: ignore[arg-type]
         return self.owner._version  # type: ignore[attr-defined]
 
+    def put(self, value: object) -> None:
+        """Put something else there."""
+        if self.form == "item":
+            self.owner[self.key] = value  # type: ignore[index]
+        elif self.form == "cell":
+            self.owner.cell_contents = value  # type: ignore[attr-defined]
+        else:
+            setattr(self.owner, str(self.key), value)
+
 
 def same(one: object, other: object) -> bool:
     """Whether two plain values are the same: 1, 1.0 and True are not, and NaN is itself."""

@@ -6,8 +6,8 @@ something outside: a copy, a collective, an event.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ..errors import NotSupportedError
 from ..log.handle import Residence
@@ -143,6 +143,28 @@ class Recording:
     def parts(self) -> list[Part]:
         """The parts, in order."""
         return [act for act in self.acts if isinstance(act, Part)]
+
+    def read(self) -> list[Name]:
+        """Return the names of all that its instructions read."""
+        found: list[Name] = []
+        for one in self.body:
+            found += one.reads if isinstance(one, Cut) else (*one.words, *(one.kin or ()))
+        return found
+
+    def renamed(self, names: Mapping[Name, Name]) -> Recording:
+        """Return this recording with other names for some of its values."""
+
+        def all_of(old: Sequence[Name]) -> tuple[Name, ...]:
+            return tuple(names.get(name, name) for name in old)
+
+        body: list[Instruction | Cut] = []
+        for one in self.body:
+            if isinstance(one, Cut):
+                body.append(replace(one, reads=all_of(one.reads)))
+            else:
+                kin = None if one.kin is None else all_of(one.kin)
+                body.append(replace(one, words=all_of(one.words), kin=kin))
+        return replace(self, body=body)
 
     def settle(self) -> None:
         """Let go of all that only a plan needs."""

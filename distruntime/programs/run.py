@@ -212,10 +212,11 @@ def require_unchanged(before: Reach, after: Reach) -> None:
         )
 
 
-def unsteady(before: Reach, after: Reach) -> str:
+def unsteady(before: Reach, after: Reach, free: Collection[str]) -> str:
     """Say what a run has not left of the kind that it found, or return nothing.
 
-    Only a run that ends as it began is what the next call would do.
+    Only a run that ends as it began is what the next call would do. At the paths in `free` a call may find
+    another kind of tensor than it leaves.
     """
     known = {(one.path, one.form): one.value for one in before.seen}
     for one in after.seen:
@@ -225,9 +226,13 @@ def unsteady(before: Reach, after: Reach) -> str:
             return one.path
     if known:
         return next(iter(known))[0]
+    firsts = before.by_ref(), after.by_ref()
     for path, tensor in after.paths.items():
         old_one = before.paths.get(path)
-        if old_one is None or old_one._handle.spec is not tensor._handle.spec:
+        if old_one is None or (old_one._handle.spec is not tensor._handle.spec and path not in free):
+            return path
+        # Two paths of one tensor have one name in a recording.
+        if firsts[0][old_one._handle.ref] != firsts[1][tensor._handle.ref]:
             return path
     return "" if before.paths.keys() == after.paths.keys() else "a tensor that is gone"
 

@@ -236,11 +236,13 @@ def compare(
     calls: int,
     bad: int = -1,
     before: Callable[[int], None] = lambda k: None,
+    turns: bool = False,
 ) -> Any:
     """Call a random program so often, as it is and replayed; raise `AssertionError` where they differ.
 
     In the call `bad` an index is out of range. `before` is called before each replayed call with its number.
-    Return the program.
+    With `turns`, each other call is of another kind and does the acts from the last to the first. Return the
+    program.
     """
     mesh = dr.init_device_mesh("cpu", (2,)) if "mesh" in KINDS[kind][0] else None
     acts, seen = acts_of(seed, kind), []
@@ -252,8 +254,10 @@ def compare(
         }
         dr.manual_seed(seed)
 
-        def step(xs: dict[str, torch.Tensor], indices: dict[str, torch.Tensor], box: Box = box) -> Any:
-            return run(acts, box, xs, indices)
+        def step(
+            xs: dict[str, torch.Tensor], indices: dict[str, torch.Tensor], order: int, box: Box = box
+        ) -> Any:
+            return run(acts[::order], box, xs, indices)
 
         act: Any = dr.program(step) if replayed else step
         found: list[object] = []
@@ -261,7 +265,8 @@ def compare(
             if replayed:
                 before(k)
             xs = {name: tensors[k % 3] for name, tensors in data.items()}
-            out = act(xs, {name: tensors[k == bad] for name, tensors in index.items()})
+            order = -1 if turns and k % 2 else 1
+            out = act(xs, {name: tensors[k == bad] for name, tensors in index.items()}, order)
             leaves = torch.utils._pytree.tree_leaves(out)
             found += [k, *map(read, (*leaves, *box.tensors()))]
             del out, leaves

@@ -32,6 +32,12 @@ def test_random_programs_are_equal_to_eager(session: object, kind: str) -> None:
     _tried(seed, kind, 8, bad=6 if seed % 2 else -1)
 
 
+@pytest.mark.parametrize("seed", [305, 308], ids=lambda seed: ALL[seed % len(ALL)])
+def test_two_kinds_of_calls_in_turns_are_equal_to_eager(session: object, seed: int) -> None:
+    program = compare(seed, ALL[seed % len(ALL)], 12, turns=True)
+    assert program.replays >= 4, program.why
+
+
 @pytest.mark.slow(reason="200 programs of 25 calls each")
 @pytest.mark.timeout(3000)
 def test_many_random_programs_are_equal_to_eager(session: object) -> None:

@@ -2,7 +2,8 @@
 
 A plan puts each call's value under the tensor that its recording has left there. If another tensor stands
 there now, left by another kind of call, that one becomes an operand of the replay, as an argument would be,
-and the plan's own takes its place.
+and the plan's own takes its place. It takes the place of None where the recording has found None, which is
+what `zero_grad` leaves of a gradient.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from ..wire.messages import HELD, MADE
 from .reach import Reach, Seen, local_of, same
 from .run import Run, layout_of
 
-# What a call must find at a path: the tensor's metadata and place, and whether it wants a gradient.
-Kind = tuple[Spec, Residence, bool]
+# What a call must find at a path: the tensor's metadata and place, and whether it wants a gradient; or None.
+Kind = tuple[Spec, Residence, bool] | tuple[()]
+NOTHING: Kind = ()
 _ASSIGNABLE = (dict, OrderedDict, defaultdict, list, deque)
 
 
@@ -40,6 +42,13 @@ def _bare(tensor: object) -> bool:
         and not any(getattr(tensor, name, None) for name in hooks)
         and not tensor.is_inference()  # type: ignore[attr-defined]
     )
+
+
+def kinds_found(reach: Reach) -> dict[str, Kind | None]:
+    """Return of what kind a tensor is at each path, where there is one, and where there may be one later."""
+    found: dict[str, Kind | None] = {one.path: NOTHING for one in reach.seen if one.value is None}
+    found.update({path: kind_of(tensor) for path, tensor in reach.paths.items()})
+    return found
 
 
 def renewed_kinds(run: Run, entered: Mapping[str, Kind | None], after: Reach) -> dict[str, Kind]:
@@ -108,9 +117,9 @@ class Carried:
         return self._inside(local_of(thing)) if layout_of(thing) is not None else []
 
     def taken(self, leaves: Sequence[object]) -> Taken | None:
-        """Return the tensors that stand where this plan's own would, and put its own there.
+        """Return what stands where this plan's own tensors would, and put its own there.
 
-        Return None, and leave all as it is, if none does, or if something else stands there.
+        Return None, and leave all as it is, if its own stand there, or something that does not fit.
         """
         found: dict[int, DistributedTensor | None] = {}
         changed: list[tuple[Seen, object]] = []
@@ -127,7 +136,7 @@ class Carried:
         refs = [tensor._handle.ref for tensor in others.values()]
         given = {leaf._handle.ref for leaf in leaves if isinstance(leaf, DistributedTensor)}
         # No two of a plan's tensors may be one.
-        if not refs or len({*refs}) < len(refs) or not given.isdisjoint(refs) or self._refs & {*refs}:
+        if not changed or len({*refs}) < len(refs) or not given.isdisjoint(refs) or self._refs & {*refs}:
             return None
         for home, _ in changed:
             home.put(home.value)
@@ -136,6 +145,8 @@ class Carried:
     def _match(self, own: object, now: object, found: dict[int, DistributedTensor | None]) -> bool:
         """Whether what stands at a place may stand there. Note it under the id of the plan's own."""
         kind = self._kinds.get(id(own))
+        if kind == NOTHING:
+            return now is None
         if kind is not None:
             if not isinstance(now, DistributedTensor) or kind_of(now) != kind:
                 return False

@@ -6,6 +6,7 @@ import keyword
 import operator
 import re
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -39,6 +40,10 @@ def settings() -> tuple[object, ...]:
     )
 
 
+# The guards of all plans. A plan's tensors may be held by plans of other programs too.
+_guards: weakref.WeakSet[Guards] = weakref.WeakSet()
+
+
 class Guards:
     """The test of one plan. `free` are the paths of floats that may change; `kept` are the tensors that a
     replay gives other values, so nobody else may hold them.
@@ -57,8 +62,9 @@ class Guards:
         self.holds: Callable[[], bool] = self._compiled()
 
     def settle(self) -> None:
-        """Note who holds what a replay changes: from now on nobody else may."""
+        """Note who holds what a replay changes: from now on nobody else may, besides later plans."""
         self._counts[:] = map(sys.getrefcount, self._kept)
+        _guards.add(self)
 
     def count(self) -> int:
         """Return how many conditions the test has."""
@@ -96,6 +102,9 @@ class Guards:
         if settings() != self._settings:
             return "a setting of torch has changed (grad mode, autocast, the default dtype, ...)"
         return ""
+
+    def _held(self) -> list[int]:
+        return [*map(sys.getrefcount, self._kept)]
 
     def _compiled(self) -> Callable[[], bool]:
         names: dict[str, object] = {
@@ -183,3 +192,31 @@ def _condition(one: Seen, name: Callable[[object], str]) -> str:
     if isinstance(value, PLAIN):
         return f"({read} is {name(value)} or same({read}, {name(value)}))"
     return f"{read} is {name(value)}"
+
+
+class Holding:
+    """How often a plan that is being made holds what other plans renew. They must not take it for a user.
+
+    It counts in the stretches of a recording in which no code of a user's runs.
+    """
+
+    def __init__(self) -> None:
+        self._others = [*_guards]
+        self._holds = [[0] * len(guards._kept) for guards in self._others]
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a stretch."""
+        self._before = [guards._held() for guards in self._others]
+
+    def end(self) -> None:
+        """End a stretch."""
+        for guards, holds, before in zip(self._others, self._holds, self._before):
+            holds[:] = [n + now - then for n, now, then in zip(holds, guards._held(), before)]
+
+    def settle(self, given: Sequence[object]) -> None:
+        """End the last stretch, and tell the other plans. The caller has what is given, and not the plan."""
+        self.end()
+        for guards, holds in zip(self._others, self._holds):
+            for k, (kept, n) in enumerate(zip(guards._kept, holds)):
+                guards._counts[k] += n - sum(leaf is kept for leaf in given)

@@ -185,7 +185,7 @@ class Plan:
             return "another stream is current, and the program uses several"
         if not self._at_its_place():
             return f"the current place was {self._place.place}, and is another one now"
-        turned = "what it left in objects is of another shape or dtype than what it found there"
+        turned = "what it found in objects when it was recorded is not what it left there"
         return self.guards.missed() or (turned if self.carried.turns else "")
 
     def usable(self) -> bool:

@@ -20,7 +20,8 @@ from ..log.tape import Tape, not_in_a_program, recorded
 from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD
-from .carried import kind_of, renewed_kinds
+from .carried import kinds_found, renewed_kinds
+from .guards import Holding
 from .plan import Found, Plan
 from .reach import PLAIN, Reach, local_of
 from .recording import Name, record
@@ -169,6 +170,7 @@ class Program(Generic[P, R]):
             for mesh in session.meshes
             for key, tensor in mesh.residence().numbers.items()
         ]
+        holding = Holding()
         before = Reach(roots)
         floats = before.floats()
         floats.update({f"argument {k}": leaf for k, leaf in enumerate(leaves) if type(leaf) is float})
@@ -182,7 +184,7 @@ class Program(Generic[P, R]):
         names.update({ref: (ARGUMENT, k) for ref, k in arguments.items()})
         draws = LocalDraws(before.generators)
         memories = [(path, tensor._handle.storage) for path, tensor in before.paths.items()]
-        entered = {path: kind_of(tensor) for path, tensor in before.paths.items()}
+        entered = kinds_found(before)
         current = current_streams.get()
         known = [*(tensor for _, tensor in before.tensors.values()), *_tensors(leaves)]
         versions = [(tensor, _version(tensor)) for tensor in known]
@@ -195,10 +197,12 @@ class Program(Generic[P, R]):
         found: Stripped
         try:
             tapes += [(log, log.begin_tape()) for log in session.logs]
+            holding.end()
             with watched(self._name, first, lenient), noting() as notes:
                 found = stripped(self._fn(*args, **kwargs), names, self._name)  # type: ignore[arg-type]
                 # What only cycles hold is let go of now, at one place of the recording.
                 gc.collect()
+            holding.begin()
         finally:
             for log, tape in tapes:
                 log.end_tape(tape)
@@ -267,8 +271,10 @@ class Program(Generic[P, R]):
             self._keep(signature, plan, expected)
             # Whoever holds a tensor from here on is not of this call.
             del before, after, known, memories, notes, versions, gradients, changed, found, handles
+            holding.settle(given)
             plan.guards.settle()
-            self.why = "it was recorded, and agrees with one before: the next call is replayed"
+            again = "" if "agree yet" in why else f"{why}, so "
+            self.why = f"{again}it was recorded, and agrees with one before: the next call is replayed"
         recording.settle()
         given = [laid_out(leaf, one.layout) for leaf, one in zip(given, run.returned)]
         return tree_unflatten(given, run.tree)  # type: ignore[no-any-return]

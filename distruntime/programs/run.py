@@ -216,12 +216,14 @@ def unsteady(before: Reach, after: Reach, free: Collection[str]) -> str:
     """Say what a run has not left of the kind that it found, or return nothing.
 
     Only a run that ends as it began is what the next call would do. At the paths in `free` a call may find
-    another kind of tensor than it leaves.
+    another kind of tensor than it leaves, or None.
     """
     known = {(one.path, one.form): one.value for one in before.seen}
     for one in after.seen:
         old = known.pop((one.path, one.form), None)
         tensors = isinstance(old, DistributedTensor), isinstance(one.value, DistributedTensor)
+        if old is None and tensors[1] and one.path in free:
+            continue
         if tensors[0] != tensors[1] or (_plain(one) and not same(old, one.value)):
             return one.path
     if known:
@@ -229,12 +231,14 @@ def unsteady(before: Reach, after: Reach, free: Collection[str]) -> str:
     firsts = before.by_ref(), after.by_ref()
     for path, tensor in after.paths.items():
         old_one = before.paths.get(path)
+        if old_one is None and path in free:
+            continue
         if old_one is None or (old_one._handle.spec is not tensor._handle.spec and path not in free):
             return path
         # Two paths of one tensor have one name in a recording.
         if firsts[0][old_one._handle.ref] != firsts[1][tensor._handle.ref]:
             return path
-    return "" if before.paths.keys() == after.paths.keys() else "a tensor that is gone"
+    return "" if before.paths.keys() <= after.paths.keys() else "a tensor that is gone"
 
 
 def _plain(one: Seen) -> bool:

@@ -82,6 +82,47 @@ def trainer_in_bf16(device: str) -> dict[str, object]:
         return {"loss": trainer.train().training_loss, "weight": trainer.model.lm_head.weight}
 
 
+@case("transformers", "Trainer whose forward and backward pass are a dr.program")
+def trainer_as_program(device: str) -> dict[str, object]:
+    from transformers import Trainer, TrainingArguments
+
+    import distruntime as dr
+
+    def passes(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = model(input_ids=input_ids, labels=labels).loss
+        loss.backward()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    program = dr.program(passes) if device != "cpu" else None
+
+    # What a Trainer counts at each step is not in reach of the program.
+    class Programmed(Trainer):
+        def training_step(
+            self, model: nn.Module, inputs: dict[str, torch.Tensor], num_items_in_batch: object = None
+        ) -> torch.Tensor:
+            model.train()
+            return (program or passes)(model, **self._prepare_inputs(inputs))
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=4,
+            max_steps=8,
+            learning_rate=1e-3,
+            logging_steps=4,
+            use_cpu=device == "cpu",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        trainer = Programmed(model=llama(), args=arguments, train_dataset=Sentences(40))
+        loss = trainer.train().training_loss
+    if program is not None and program.replays < 5:
+        raise AssertionError(f"{program!r}: {program.why}")
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {"loss": loss, "logged": logged, "weight": trainer.model.lm_head.weight}
+
+
 @case("accelerate", "prepare, accumulate, clip, save_state and load_state")
 def accelerate_loop(device: str) -> dict[str, object]:
     from accelerate import Accelerator

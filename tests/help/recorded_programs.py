@@ -237,12 +237,13 @@ def compare(
     bad: int = -1,
     before: Callable[[int], None] = lambda k: None,
     turns: bool = False,
+    zeroed: bool = False,
 ) -> Any:
     """Call a random program so often, as it is and replayed; raise `AssertionError` where they differ.
 
     In the call `bad` an index is out of range. `before` is called before each replayed call with its number.
-    With `turns`, each other call is of another kind and does the acts from the last to the first. Return the
-    program.
+    With `turns`, each other call is of another kind and does the acts from the last to the first. With
+    `zeroed`, each call finds no gradient. Return the program.
     """
     mesh = dr.init_device_mesh("cpu", (2,)) if "mesh" in KINDS[kind][0] else None
     acts, seen = acts_of(seed, kind), []
@@ -270,6 +271,8 @@ def compare(
             leaves = torch.utils._pytree.tree_leaves(out)
             found += [k, *map(read, (*leaves, *box.tensors()))]
             del out, leaves
+            for home in box.homes.values() if zeroed else ():
+                home.p.grad = None
         seen.append(found)
     for one, other in zip(*seen, strict=True):
         if isinstance(one, int):

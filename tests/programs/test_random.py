@@ -17,8 +17,10 @@ from recorded_programs import KINDS, compare
 ALL = [*KINDS]
 
 
-def _tried(seed: int, kind: str, calls: int, bad: int = -1, before: Any = lambda k: None) -> None:
-    program = compare(seed, kind, calls, bad, before)
+def _tried(
+    seed: int, kind: str, calls: int, bad: int = -1, before: Any = lambda k: None, zeroed: bool = False
+) -> None:
+    program = compare(seed, kind, calls, bad, before, zeroed=zeroed)
     assert program.replays >= calls - 5 and not program.why, (seed, kind, program.why)
     # A failure that nothing depends on is still to be told.
     with suppress(IndexError):
@@ -38,11 +40,17 @@ def test_two_kinds_of_calls_in_turns_are_equal_to_eager(session: object, seed: i
     assert program.replays >= 4, program.why
 
 
+@pytest.mark.parametrize("seed", [434, 444], ids=lambda seed: ALL[seed % len(ALL)])
+def test_gradients_that_are_zeroed_between_calls_are_equal_to_eager(session: object, seed: int) -> None:
+    _tried(seed, ALL[seed % len(ALL)], 8, zeroed=True)
+
+
 @pytest.mark.slow(reason="200 programs of 25 calls each")
 @pytest.mark.timeout(3000)
 def test_many_random_programs_are_equal_to_eager(session: object) -> None:
     for seed in range(200):
-        _tried(1000 + seed, ALL[seed % len(ALL)], 25, bad=17 if seed % 3 == 0 else -1)
+        bad, zeroed = 17 if seed % 3 == 0 else -1, seed % 4 == 1
+        _tried(1000 + seed, ALL[seed % len(ALL)], 25, bad, zeroed=zeroed)
 
 
 def _through_cuts(fresh_session: Callable[..., Any], folder: Path, seeds: range, calls: int) -> None:

@@ -254,3 +254,77 @@ def test_on_a_node_with_streams_replays_keep_the_order(session: object) -> None:
             found.append(program(x))
     assert [y.tolist() for y in found] == [[2.0 * k] * 3 for k in range(1, 9)]
     assert program.replays > 3
+
+
+@pytest.mark.parametrize("zero_inside", [True, False])
+def test_a_backward_pass_and_an_optimizer_are_programs_of_their_own(
+    session: object, zero_inside: bool
+) -> None:
+    """One leaves gradients that the other reads, and gradients are zeroed in either, or outside of both."""
+    found = []
+    for wrap in (lambda fn: fn, dr.program):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).to(REMOTE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def backward(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> torch.Tensor:
+            if zero_inside:
+                optimizer.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            return loss.detach()  # type: ignore[no-any-return]
+
+        first, second = wrap(backward), wrap(optimizer.step)
+        losses = []
+        for k in range(9):
+            losses.append(first((torch.arange(12.0).view(3, 4) / (k + 9)).to(REMOTE)))
+            second()
+            if not zero_inside:
+                optimizer.zero_grad()
+        found.append([losses, [p.detach().cpu() for p in model.parameters()]])
+    assert first.replays >= 4 and second.replays >= 4 and first.why == second.why == ""
+    assert [a.item() for a in found[0][0]] == [b.item() for b in found[1][0]]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1]))
+
+
+def test_gradients_are_accumulated_by_two_plans_in_turns(session: object) -> None:
+    found = []
+    for wrap in (lambda fn: fn, dr.program):
+        p = torch.nn.Parameter(torch.ones(3, device=REMOTE))
+
+        def backward(x: torch.Tensor, p: torch.nn.Parameter = p) -> torch.Tensor:
+            loss = (p * x).square().sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+
+        act: Any = wrap(backward)
+        seen, mine = [], None
+        for k in range(18):
+            act(torch.full((3,), 1.0 + k, device=REMOTE))
+            assert p.grad is not None
+            seen.append(p.grad.tolist())
+            if k == 12:
+                # Whoever has a gradient keeps it, whatever later calls leave.
+                mine = p.grad
+            if k % 3 == 2 or k == 12:
+                p.grad = None
+        assert mine is not None
+        found.append((seen, mine.tolist()))
+    assert found[0] == found[1]
+    assert act.replays >= 8 and act.why == "" and "held elsewhere" not in act.why
+
+
+def test_why_says_what_had_changed(session: object) -> None:
+    scale = {"by": 2}
+
+    @dr.program
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * scale["by"]
+
+    x = torch.ones(2, device=REMOTE)
+    for _ in range(3):
+        scaled(x)
+    assert scaled.why == ""
+    scale["by"] = 3
+    scaled(x), scaled(x)
+    assert "scale['by'] was 2, and is 3 now, so it was recorded, and agrees" in scaled.why

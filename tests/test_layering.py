@@ -71,6 +71,7 @@ KNOWS_ACCELERATORS = (
     "distruntime_worker.machine.hardware",
     "distruntime_worker.machine.random_states",
     "distruntime_worker.collectives",
+    "distruntime_worker.programs.cuda_graphs",
 )
 KIND = re.compile(r"(?<!simulate[-_])cuda|\bxpu\b|\bmps\b", re.IGNORECASE)
 WIRE_WITH_TORCH = {"distruntime.wire.codec", "distruntime.wire.data_channel"}

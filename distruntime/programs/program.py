@@ -74,9 +74,9 @@ class Program(Generic[P, R]):
     def compiled(self) -> str:
         """Ask the worker what the plan that was used last runs as.
 
-        "inductor" if it is compiled, "compiling" until then, an empty text if nobody has asked for that, and
-        else why it is not. A plan begins to compile with its first replay. Blocks until what was issued
-        before has run.
+        "inductor" or "cudagraphs" if it is compiled, "compiling" while Inductor is at work, an empty text if
+        nobody has asked for that, and else why it is not. A plan begins to compile with its first replay.
+        Blocks until what was issued before has run.
         """
         if not self._compile:
             return ""
@@ -427,7 +427,8 @@ def program(
     Args:
         fn: the function, of remote tensors and plain values. Without it, a decorator is returned.
         compile: "inductor" lets the worker compile it, beside the first replays, which run as they are. Its
-            results differ from eager's in the last digits. `compiled` says how far that is.
+            results differ from eager's in the last digits. "cudagraphs" lets the worker launch its kernels
+            as one CUDA graph. `compiled` says how far that is, or why it runs as it is.
         verify: record again at calls 2, 4, 8 and so on, and compare.
 
     Returns at once. A recorded call waits for a worker that is still to confirm what new operators
@@ -436,10 +437,10 @@ def program(
     Raises:
         NotSupportedError: from a call: the function does what no replay can do. The text names the line.
     """
-    if compile not in (None, "inductor"):
+    if compile not in (None, "inductor", "cudagraphs"):
         raise NotSupportedError(
-            f'dr.program(compile={compile!r}): there is "inductor". Or leave it out: a replay runs as '
-            "straight-line code on the worker"
+            f'dr.program(compile={compile!r}): there are "inductor" and "cudagraphs". Or leave it out: a '
+            "replay runs as straight-line code on the worker"
         )
     if fn is None:
         return lambda function: Program(function, verify, compile)

@@ -57,6 +57,7 @@ OUTSIDE = {
     "weakref": {
         "distruntime.backend.generators",
         "distruntime.log.handle",
+        "distruntime.programs.anchors",
         "distruntime.session.places",
         "distruntime.log.shards",
         "distruntime.wire.channel",
@@ -64,7 +65,7 @@ OUTSIDE = {
         "distruntime_worker.python.kept",
     },
 }
-# These know the kinds of accelerators: three modules of the worker, and its data channels that are for one
+# These know the kinds of accelerators: four modules of the worker, and its data channels that are for one
 # kind. "simulate_cuda" is an option's name.
 KNOWS_ACCELERATORS = (
     "distruntime_worker.machine.accelerator",

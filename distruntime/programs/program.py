@@ -21,7 +21,6 @@ from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD
 from .carried import kinds_found, renewed_kinds
-from .guards import Holding
 from .plan import Found, Plan
 from .reach import PLAIN, Reach, local_of
 from .recording import Name, record
@@ -32,6 +31,7 @@ from .run import (
     handle_of,
     laid_out,
     layout_of,
+    replaced,
     require_unchanged,
     returned_from,
     state_behind,
@@ -170,7 +170,6 @@ class Program(Generic[P, R]):
             for mesh in session.meshes
             for key, tensor in mesh.residence().numbers.items()
         ]
-        holding = Holding()
         before = Reach(roots)
         floats = before.floats()
         floats.update({f"argument {k}": leaf for k, leaf in enumerate(leaves) if type(leaf) is float})
@@ -197,12 +196,10 @@ class Program(Generic[P, R]):
         found: Stripped
         try:
             tapes += [(log, log.begin_tape()) for log in session.logs]
-            holding.end()
             with watched(self._name, first, lenient), noting() as notes:
                 found = stripped(self._fn(*args, **kwargs), names, self._name)  # type: ignore[arg-type]
                 # What only cycles hold is let go of now, at one place of the recording.
                 gc.collect()
-            holding.begin()
         finally:
             for log, tape in tapes:
                 log.end_tape(tape)
@@ -262,6 +259,7 @@ class Program(Generic[P, R]):
                     {f"argument {k}": k for k, leaf in enumerate(leaves) if type(leaf) is float},
                     memories,
                     kinds,
+                    replaced(before, after, state),
                     changed_paths,
                 ),
                 self._compile,
@@ -271,7 +269,6 @@ class Program(Generic[P, R]):
             self._keep(signature, plan, expected)
             # Whoever holds a tensor from here on is not of this call.
             del before, after, known, memories, notes, versions, gradients, changed, found, handles
-            holding.settle(given)
             plan.guards.settle()
             again = "" if "agree yet" in why else f"{why}, so "
             self.why = f"{again}it was recorded, and agrees with one before: the next call is replayed"

@@ -57,6 +57,7 @@ OUTSIDE = {
     "weakref": {
         "distruntime.backend.generators",
         "distruntime.log.handle",
+        "distruntime.programs.anchors",
         "distruntime.session.places",
         "distruntime.log.shards",
         "distruntime.wire.channel",
@@ -64,13 +65,14 @@ OUTSIDE = {
         "distruntime_worker.python.kept",
     },
 }
-# These know the kinds of accelerators: three modules of the worker, and its data channels that are for one
+# These know the kinds of accelerators: four modules of the worker, and its data channels that are for one
 # kind. "simulate_cuda" is an option's name.
 KNOWS_ACCELERATORS = (
     "distruntime_worker.machine.accelerator",
     "distruntime_worker.machine.hardware",
     "distruntime_worker.machine.random_states",
     "distruntime_worker.collectives",
+    "distruntime_worker.programs.cuda_graphs",
 )
 KIND = re.compile(r"(?<!simulate[-_])cuda|\bxpu\b|\bmps\b", re.IGNORECASE)
 WIRE_WITH_TORCH = {"distruntime.wire.codec", "distruntime.wire.data_channel"}

@@ -17,6 +17,7 @@ from ..log.handle import Residence
 from ..log.spec import Spec
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import HELD, MADE
+from .anchors import Anchor, anchored
 from .reach import Reach, Seen, local_of, same
 from .run import Run, layout_of
 
@@ -86,7 +87,7 @@ class Carried:
         # These are the places in objects where they stand. A tuple is put there as a whole.
         self._homes: list[Seen] = []
         self._find_homes(after)
-        self.own = {path: t for path, t in after.paths.items() if id(t) in self._kinds}
+        self.own = {path: anchored(t) for path, t in after.paths.items() if id(t) in self._kinds}
         self._refs = frozenset(tensor._handle.ref for _, tensor in after.tensors.values())
         # It cannot find what it leaves: then it is never its own successor.
         self.turns = any(
@@ -121,7 +122,7 @@ class Carried:
 
         Return None, and leave all as it is, if its own stand there, or something that does not fit.
         """
-        found: dict[int, DistributedTensor | None] = {}
+        found: dict[int, Anchor[DistributedTensor] | None] = {}
         changed: list[tuple[Seen, object]] = []
         try:
             for home in self._homes:
@@ -129,20 +130,21 @@ class Carried:
                 if not self._match(home.value, now, found):
                     return None
                 if now is not home.value:
-                    changed.append((home, now))
+                    changed.append((home, anchored(now) if isinstance(now, DistributedTensor) else now))
         except (LookupError, AttributeError, ValueError):
             return None
-        others = {key: tensor for key, tensor in found.items() if tensor is not None}
-        refs = [tensor._handle.ref for tensor in others.values()]
+        others = {key: other for key, other in found.items() if other is not None}
+        refs = [other.thing._handle.ref for other in others.values()]
+        # No two of a plan's tensors may be one. Two of them may stand in each other's places.
         given = {leaf._handle.ref for leaf in leaves if isinstance(leaf, DistributedTensor)}
-        # No two of a plan's tensors may be one.
-        if not changed or len({*refs}) < len(refs) or not given.isdisjoint(refs) or self._refs & {*refs}:
+        stay = self._refs - {own.thing._handle.ref for own in self.own.values() if id(own.thing) in others}
+        if not changed or len({*refs}) < len(refs) or not (given | stay).isdisjoint(refs):
             return None
         for home, _ in changed:
             home.put(home.value)
-        return Taken(others, changed)
+        return Taken(others, changed, self._refs.issuperset(refs))
 
-    def _match(self, own: object, now: object, found: dict[int, DistributedTensor | None]) -> bool:
+    def _match(self, own: object, now: object, found: dict[int, Anchor[DistributedTensor] | None]) -> bool:
         """Whether what stands at a place may stand there. Note it under the id of the plan's own."""
         kind = self._kinds.get(id(own))
         if kind == NOTHING:
@@ -150,7 +152,7 @@ class Carried:
         if kind is not None:
             if not isinstance(now, DistributedTensor) or kind_of(now) != kind:
                 return False
-            other = None if now is own else now
+            other = None if now is own else anchored(now)
             return found.setdefault(id(own), other) is other
         if isinstance(own, tuple):
             if not isinstance(now, tuple) or type(own) is not type(now) or len(own) != len(now):
@@ -165,23 +167,31 @@ class Carried:
 
 
 class Taken:
-    """The tensors of others that a plan has put its own in place of."""
+    """The tensors of others that a plan has put its own in place of.
+
+    They are anchors, as one of a plan's tensors may stand where another one of them would.
+    """
 
     def __init__(
-        self, others: Mapping[int, DistributedTensor], changed: Sequence[tuple[Seen, object]]
+        self,
+        others: Mapping[int, Anchor[DistributedTensor]],
+        changed: Sequence[tuple[Seen, object]],
+        only_moved: bool,
     ) -> None:
+        # All of them are the plan's own, in other places.
+        self.only_moved = only_moved
         # The key is the id of the plan's own.
         self.others = others
         self._changed = changed
 
-    def instead_of(self, own: DistributedTensor) -> DistributedTensor:
+    def instead_of(self, own: Anchor[DistributedTensor]) -> DistributedTensor:
         """Return what has stood where one of the plan's tensors is now."""
-        return self.others.get(id(own), own)
+        return self.others.get(id(own.thing), own).thing
 
     def put_back(self) -> None:
         """Put each one where it was."""
         for home, before in self._changed:
-            home.put(before)
+            home.put(before.thing if isinstance(before, Anchor) else before)
 
 
 def _within(owner: object) -> bool:

@@ -6,16 +6,16 @@ import keyword
 import operator
 import re
 import sys
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
-from ..tensors.tensor import DistributedTensor
+from .anchors import Anchor, anchored
 from .reach import PLAIN, Reach, Seen, same
 
-_handle = operator.attrgetter("_handle")
-_requires_grad = operator.attrgetter("requires_grad")
+_thing = operator.attrgetter("thing")
+_handle = operator.attrgetter("thing._handle")
+_requires_grad = operator.attrgetter("thing.requires_grad")
 # These attributes of many tensors are read by one loop in C.
 _LOOPED = ("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _IDENTIFIER = re.compile(rf"(?!(?:{'|'.join(keyword.kwlist)})\Z)[a-zA-Z_]\w*\Z", re.ASCII).match
@@ -40,31 +40,26 @@ def settings() -> tuple[object, ...]:
     )
 
 
-# The guards of all plans. A plan's tensors may be held by plans of other programs too.
-_guards: weakref.WeakSet[Guards] = weakref.WeakSet()
-
-
 class Guards:
     """The test of one plan. `free` are the paths of floats that may change; `kept` are the tensors that a
-    replay gives other values, so nobody else may hold them.
+    replay gives other values, and the objects that hold them, by path: nobody else may hold them.
     """
 
-    def __init__(self, reach: Reach, kept: Sequence[DistributedTensor], free: frozenset[str]) -> None:
+    def __init__(self, reach: Reach, kept: Mapping[str, object], free: frozenset[str]) -> None:
         self._seen = [one for one in reach.seen if one.path not in free]
         self._free = [one for one in reach.seen if one.path in free]
-        self._tensors = [tensor for _, tensor in reach.tensors.values()]
+        self._tensors = [anchored(tensor) for _, tensor in reach.tensors.values()]
         self._paths = [path for path, _ in reach.tensors.values()]
         self._handles = [*map(_handle, self._tensors)]
         self._gradients = [*map(_requires_grad, self._tensors)]
         self._settings = settings()
-        self._kept = list(kept)
+        self._kept, self._kept_paths = [*map(anchored, kept.values())], list(kept)
         self._counts: list[int] = []
         self.holds: Callable[[], bool] = self._compiled()
 
     def settle(self) -> None:
-        """Note who holds what a replay changes: from now on nobody else may, besides later plans."""
-        self._counts[:] = map(sys.getrefcount, self._kept)
-        _guards.add(self)
+        """Note who holds what a replay changes: from now on nobody else may."""
+        self._counts[:] = map(sys.getrefcount, map(_thing, self._kept))
 
     def count(self) -> int:
         """Return how many conditions the test has."""
@@ -90,21 +85,17 @@ class Guards:
                     else (f"{one.path} is another object")
                 )
         for path, tensor, handle, grad in zip(self._paths, self._tensors, self._handles, self._gradients):
-            if tensor._handle is not handle:
+            if tensor.thing._handle is not handle:
                 return f"{path} has another value: .data was assigned"
-            if tensor.requires_grad != grad:
+            if tensor.thing.requires_grad != grad:
                 return f"{path}.requires_grad has changed"
-        counts = [*map(sys.getrefcount, self._kept)]
-        for tensor, count, before in zip(self._kept, counts, self._counts):
+        counts = [*map(sys.getrefcount, map(_thing, self._kept))]
+        for path, count, before in zip(self._kept_paths, counts, self._counts):
             if count != before:
-                path = next(p for p, one in zip(self._paths, self._tensors) if one is tensor)
                 return f"{path} is held elsewhere too, and a replay would change it there"
         if settings() != self._settings:
             return "a setting of torch has changed (grad mode, autocast, the default dtype, ...)"
         return ""
-
-    def _held(self) -> list[int]:
-        return [*map(sys.getrefcount, self._kept)]
 
     def _compiled(self) -> Callable[[], bool]:
         names: dict[str, object] = {
@@ -114,6 +105,7 @@ class Guards:
             "tensors": self._tensors,
             "handles": self._handles,
             "gradients": self._gradients,
+            "thing": _thing,
             "handle": _handle,
             "grad": _requires_grad,
             "is_": operator.is_,
@@ -133,20 +125,22 @@ class Guards:
 
         conditions: list[str] = []
         empty: list[object] = []
-        looped: dict[str, tuple[list[object], list[object]]] = {key: ([], []) for key in _LOOPED}
+        # These are the owners and values of an attribute, by whether the values are anchors.
+        looped: dict[tuple[str, bool], tuple[list[object], list[object]]] = {}
         for one in self._seen:
             if one.form == "length" and one.value == 0:
                 empty.append(one.owner)
-            elif one.form == "attribute" and one.key in looped:
-                owners, values = looped[one.key]
-                owners.append(one.owner)
-                values.append(one.value)
+            elif one.key in _LOOPED and one.form == "attribute" and isinstance(one.holder, Anchor):
+                owners, values = looped.setdefault((str(one.key), isinstance(one.held, Anchor)), ([], []))
+                owners.append(one.holder)
+                values.append(one.held)
             else:
                 conditions.append(_condition(one, name))
         names["empty"], names["any"] = empty, any
-        for key, (owners, values) in looped.items():
-            loop = f"map({name(operator.attrgetter(key))}, {name(owners)})"
-            conditions.append(f"all(map(is_, {loop}, {name(values)}))")
+        for (key, tensors), (owners, values) in looped.items():
+            loop = f"map({name(operator.attrgetter(f'thing.{key}'))}, {name(owners)})"
+            wanted = f"map(thing, {name(values)})" if tensors else name(values)
+            conditions.append(f"all(map(is_, {loop}, {wanted}))")
         conditions += [f"type({_read(one, name)}) is float" for one in self._free]
         conditions += [
             "all(map(is_, map(handle, tensors), handles))",
@@ -160,7 +154,7 @@ class Guards:
         lines += [
             "    except (LookupError, AttributeError, ValueError):",
             "        return False",
-            "    return list(map(count, kept)) == counts",
+            "    return list(map(count, map(thing, kept))) == counts",
         ]
         # The text holds this module's words, counted names, numbers, quoted strings and identifiers.
         exec(compile("\n".join(lines), "<guards>", "exec"), names)
@@ -170,7 +164,7 @@ class Guards:
 
 
 def _read(one: Seen, name: Callable[[object], str]) -> str:
-    owner = name(one.owner)
+    owner = _text(one.holder, name)
     if one.form == "item":
         plain = type(one.key) in (str, int)
         return f"{owner}[{one.key!r}]" if plain else f"{owner}[{name(one.key)}]"
@@ -191,32 +185,8 @@ def _condition(one: Seen, name: Callable[[object], str]) -> str:
         return f"{read} is {value}"
     if isinstance(value, PLAIN):
         return f"({read} is {name(value)} or same({read}, {name(value)}))"
-    return f"{read} is {name(value)}"
+    return f"{read} is {_text(one.held, name)}"
 
 
-class Holding:
-    """How often a plan that is being made holds what other plans renew. They must not take it for a user.
-
-    It counts in the stretches of a recording in which no code of a user's runs.
-    """
-
-    def __init__(self) -> None:
-        self._others = [*_guards]
-        self._holds = [[0] * len(guards._kept) for guards in self._others]
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin a stretch."""
-        self._before = [guards._held() for guards in self._others]
-
-    def end(self) -> None:
-        """End a stretch."""
-        for guards, holds, before in zip(self._others, self._holds, self._before):
-            holds[:] = [n + now - then for n, now, then in zip(holds, guards._held(), before)]
-
-    def settle(self, given: Sequence[object]) -> None:
-        """End the last stretch, and tell the other plans. The caller has what is given, and not the plan."""
-        self.end()
-        for guards, holds in zip(self._others, self._holds):
-            for k, (kept, n) in enumerate(zip(guards._kept, holds)):
-                guards._counts[k] += n - sum(leaf is kept for leaf in given)
+def _text(thing: object, name: Callable[[object], str]) -> str:
+    return f"{name(thing)}.thing" if isinstance(thing, Anchor) else name(thing)

@@ -43,7 +43,7 @@ class Layout:
         if opened:
             recording = recording.renamed(opened)
             kept = {ref: opened.get(name, name) for ref, name in kept.items()}
-        self._recording, self._returned, self._paths = recording, returned, paths
+        self._recording, self._returned = recording, returned
         self._opened = opened
         self._acts = list(recording.acts)
         self._held = {path: tensor._handle for path, tensor in paths.items()}
@@ -136,7 +136,10 @@ class Layout:
             needs = [self._makers.get(name, -1) for name in mine.values()]
             for ref in mine:
                 for path in paths[ref]:
-                    needs += self._users.get(self._opened.get((HELD, path), (HELD, path)), ())
+                    needs += self._users.get((HELD, path), ())
+            # What comes as an argument may be what is under any name that stays.
+            for name in self._opened.values():
+                needs += self._users.get(name, ())
             last = max(
                 (k for k, act in enumerate(self._acts) if isinstance(act, Part) and act.log is log),
                 default=-1,

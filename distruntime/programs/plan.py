@@ -15,6 +15,7 @@ from ..log.log import Log
 from ..session.session import session_of_log
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD
+from .anchors import Anchor, anchored
 from .carried import Carried, Kind, Taken
 from .changing import explained, numbers_of
 from .graphs import given
@@ -48,6 +49,8 @@ class Found:
     memories: Sequence[tuple[str, Storage]] = ()
     # At these paths another tensor of this kind may stand.
     kinds: Mapping[str, Kind] = field(default_factory=dict)
+    # The run has put these objects in place of others, with tensors that it has left in them.
+    replaced: Mapping[str, object] = field(default_factory=dict)
     # The run has changed what stood at these paths in place.
     changed_paths: Sequence[str] = ()
 
@@ -64,13 +67,14 @@ class Plan:
         free = frozenset(path for number in numbers for form in number.forms for path in form.paths)
         by_ref = {tensor._handle.ref: tensor for tensor in paths.values()}
         renewed = [by_ref[ref] for ref in kept]
-        self.guards = Guards(found.after, renewed, free - found.floats.keys())
+        alone: dict[str, object] = {path: t for path, t in paths.items() if any(t is one for one in renewed)}
+        self.guards = Guards(found.after, {**alone, **found.replaced}, free - found.floats.keys())
         self.kinds = found.kinds
         self.carried = Carried(found.after, renewed, found.kinds)
         self._numbers = numbers_of(numbers, found.after.seen, found.floats) if numbers else None
         self.follows_floats = bool(numbers)
         # What it changes counts as written by this process's autograd too.
-        self._changed = [*found.changed, *(t for t in renewed if t not in _Identical(found.changed))]
+        self._changed = list(dict.fromkeys(map(anchored, (*found.changed, *renewed))))
         self._changed_arguments = list(found.changed_arguments)
         self._fixed_floats = {
             k: value
@@ -88,7 +92,8 @@ class Plan:
             elif one.name is not None and one.name[0] == ARGUMENT:
                 self._leaves.append(("argument", int(one.name[1]), False, None))
             else:
-                self._leaves.append(("fixed", 0, False, leaf))
+                fixed = anchored(leaf) if isinstance(leaf, DistributedTensor) else leaf
+                self._leaves.append(("fixed", 0, False, fixed))
         self._laid_out = any(one.layout is not None for one in run.returned)
         self._single = (
             not self._laid_out
@@ -141,11 +146,12 @@ class Plan:
         """
         if not self._called_alike(leaves):
             return None
-        # What has the memory of another one is ordered by its own only.
-        if self._shares and any(log.order is not None for log in self.logs):
-            return None
         taken = self.carried.taken(leaves)
-        if taken is None or self.guards.holds():
+        if taken is None:
+            return None
+        # A value that gets another name is ordered among streams by that name's memory only.
+        ordered = taken.only_moved or not self._shares or all(log.order is None for log in self.logs)
+        if ordered and self.guards.holds():
             return taken
         taken.put_back()
         return None
@@ -223,7 +229,7 @@ class Plan:
         return self._given(leaves, values.made)
 
     def _count_versions(self, leaves: Sequence[object]) -> None:
-        changed = self._changed
+        changed = [one.thing for one in self._changed]
         if self._changed_arguments:
             changed = [*changed, *(leaves[k] for k in self._changed_arguments)]  # type: ignore[list-item]
         if changed:
@@ -237,21 +243,13 @@ class Plan:
         for kind, k, graph, leaf in self._leaves:
             if kind == "made":
                 found.append(given(made[k], self.name, graph))  # type: ignore[index]
+            elif kind == "argument":
+                found.append(leaves[k])  # type: ignore[index]
             else:
-                found.append(leaves[k] if kind == "argument" else leaf)  # type: ignore[index]
+                found.append(leaf.thing if isinstance(leaf, Anchor) else leaf)
         if self._laid_out:
             found = [laid_out(leaf, one.layout) for leaf, one in zip(found, self.run.returned)]
         return tree_unflatten(found, self.run.tree)
-
-
-class _Identical:
-    """Tells whether an object is one of these: tensors are compared by `==` element by element."""
-
-    def __init__(self, objects: Sequence[object]) -> None:
-        self._ids = set(map(id, objects))
-
-    def __contains__(self, thing: object) -> bool:
-        return id(thing) in self._ids
 
 
 def _handle(leaf: object) -> Handle | None:

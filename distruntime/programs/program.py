@@ -21,7 +21,6 @@ from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD
 from .carried import kinds_found, renewed_kinds
-from .guards import Holding
 from .plan import Found, Plan
 from .reach import PLAIN, Reach, local_of
 from .recording import Name, record
@@ -32,6 +31,7 @@ from .run import (
     handle_of,
     laid_out,
     layout_of,
+    replaced,
     require_unchanged,
     returned_from,
     state_behind,
@@ -74,9 +74,9 @@ class Program(Generic[P, R]):
     def compiled(self) -> str:
         """Ask the worker what the plan that was used last runs as.
 
-        "inductor" if it is compiled, "compiling" until then, an empty text if nobody has asked for that, and
-        else why it is not. A plan begins to compile with its first replay. Blocks until what was issued
-        before has run.
+        "inductor" or "cudagraphs" if it is compiled, "compiling" while Inductor is at work, an empty text if
+        nobody has asked for that, and else why it is not. A plan begins to compile with its first replay.
+        Blocks until what was issued before has run.
         """
         if not self._compile:
             return ""
@@ -170,7 +170,6 @@ class Program(Generic[P, R]):
             for mesh in session.meshes
             for key, tensor in mesh.residence().numbers.items()
         ]
-        holding = Holding()
         before = Reach(roots)
         floats = before.floats()
         floats.update({f"argument {k}": leaf for k, leaf in enumerate(leaves) if type(leaf) is float})
@@ -197,12 +196,10 @@ class Program(Generic[P, R]):
         found: Stripped
         try:
             tapes += [(log, log.begin_tape()) for log in session.logs]
-            holding.end()
             with watched(self._name, first, lenient), noting() as notes:
                 found = stripped(self._fn(*args, **kwargs), names, self._name)  # type: ignore[arg-type]
                 # What only cycles hold is let go of now, at one place of the recording.
                 gc.collect()
-            holding.begin()
         finally:
             for log, tape in tapes:
                 log.end_tape(tape)
@@ -262,6 +259,7 @@ class Program(Generic[P, R]):
                     {f"argument {k}": k for k, leaf in enumerate(leaves) if type(leaf) is float},
                     memories,
                     kinds,
+                    replaced(before, after, state),
                     changed_paths,
                 ),
                 self._compile,
@@ -271,7 +269,6 @@ class Program(Generic[P, R]):
             self._keep(signature, plan, expected)
             # Whoever holds a tensor from here on is not of this call.
             del before, after, known, memories, notes, versions, gradients, changed, found, handles
-            holding.settle(given)
             plan.guards.settle()
             again = "" if "agree yet" in why else f"{why}, so "
             self.why = f"{again}it was recorded, and agrees with one before: the next call is replayed"
@@ -427,7 +424,8 @@ def program(
     Args:
         fn: the function, of remote tensors and plain values. Without it, a decorator is returned.
         compile: "inductor" lets the worker compile it, beside the first replays, which run as they are. Its
-            results differ from eager's in the last digits. `compiled` says how far that is.
+            results differ from eager's in the last digits. "cudagraphs" lets the worker launch its kernels
+            as one CUDA graph. `compiled` says how far that is, or why it runs as it is.
         verify: record again at calls 2, 4, 8 and so on, and compare.
 
     Returns at once. A recorded call waits for a worker that is still to confirm what new operators
@@ -436,10 +434,10 @@ def program(
     Raises:
         NotSupportedError: from a call: the function does what no replay can do. The text names the line.
     """
-    if compile not in (None, "inductor"):
+    if compile not in (None, "inductor", "cudagraphs"):
         raise NotSupportedError(
-            f'dr.program(compile={compile!r}): there is "inductor". Or leave it out: a replay runs as '
-            "straight-line code on the worker"
+            f'dr.program(compile={compile!r}): there are "inductor" and "cudagraphs". Or leave it out: a '
+            "replay runs as straight-line code on the worker"
         )
     if fn is None:
         return lambda function: Program(function, verify, compile)

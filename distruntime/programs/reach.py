@@ -21,6 +21,7 @@ import torch
 
 from ..log.line import of_a_library
 from ..tensors.tensor import DistributedTensor
+from .anchors import Anchor, anchored
 
 PLAIN = (
     *(int, float, bool, str, bytes, complex, type(None)),
@@ -42,14 +43,25 @@ _UNREAD = ("_non_persistent_buffers_set", "_is_full_backward_hook", "_is_hf_init
 class Seen:
     """Something that was found: where, and what it was then.
 
-    `form` says how it is read again: "item", "attribute", "cell", "length", "version".
+    `form` says how it is read again: "item", "attribute", "cell", "length", "version". `holder` and `held`
+    are the owner and the value, or anchors of them.
     """
 
     path: str
     form: str
-    owner: object
+    holder: object
     key: object
-    value: object
+    held: object
+
+    @property
+    def owner(self) -> object:
+        """What it was found in."""
+        return self.holder.thing if isinstance(self.holder, Anchor) else self.holder
+
+    @property
+    def value(self) -> object:
+        """What it was."""
+        return self.held.thing if isinstance(self.held, Anchor) else self.held
 
     def now(self) -> object:
         """Return what it is now; raise `LookupError`, `AttributeError` or `ValueError` if it is gone."""
@@ -83,6 +95,11 @@ def same(one: object, other: object) -> bool:
 def local_of(tensor: object) -> torch.Tensor | None:
     """Return the tensor of the members that a DTensor stands for; None of anything else."""
     return getattr(tensor, "_local_tensor", None) if isinstance(tensor, torch.Tensor) else None
+
+
+def _seen(path: str, form: str, owner: object, key: object, value: object) -> Seen:
+    owner, value = (anchored(x) if isinstance(x, DistributedTensor) else x for x in (owner, value))
+    return Seen(path, form, owner, key, value)
 
 
 class Reach:
@@ -130,12 +147,12 @@ class Reach:
         """Note a part of something, and what is in it."""
         path = self._named(path)
         if isinstance(value, DistributedTensor):
-            self.seen.append(Seen(path, form, owner, key, value))
+            self.seen.append(_seen(path, form, owner, key, value))
             self._tensor(path, value)
         elif isinstance(value, PLAIN):
-            self.seen.append(Seen(path, form, owner, key, value))
+            self.seen.append(_seen(path, form, owner, key, value))
         elif not isinstance(value, _SKIPPED[:3]):
-            self.seen.append(Seen(path, form, owner, key, value))
+            self.seen.append(_seen(path, form, owner, key, value))
             self._todo.append((path, value))
 
     def _tensor(self, path: str, tensor: DistributedTensor) -> None:
@@ -146,7 +163,7 @@ class Reach:
         if tensor.is_leaf:
             # The attribute itself may be None now, and a tensor later.
             grad = tensor.grad
-            self.seen.append(Seen(f"{path}.grad", "attribute", tensor, "grad", grad))
+            self.seen.append(_seen(f"{path}.grad", "attribute", tensor, "grad", grad))
             if isinstance(grad, DistributedTensor):
                 self._tensor(f"{path}.grad", grad)
         if isinstance(tensor._base, DistributedTensor):
@@ -162,7 +179,7 @@ class Reach:
         for name in [*names, "grad"] if tensor.is_leaf else names:
             value = getattr(tensor, name, None)
             if name == "_spec" or value is None:
-                self.seen.append(Seen(self._named(f"{path}.{name}"), "attribute", tensor, name, value))
+                self.seen.append(_seen(self._named(f"{path}.{name}"), "attribute", tensor, name, value))
             else:
                 self._note(f"{path}.{name}", "attribute", tensor, name, value)
 

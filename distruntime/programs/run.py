@@ -212,6 +212,19 @@ def require_unchanged(before: Reach, after: Reach) -> None:
         )
 
 
+def replaced(before: Reach, after: Reach, state: Collection[str]) -> dict[str, object]:
+    """Return the objects that a run has put in place of others, and that hold what it has left (`state`)."""
+    known = {(one.path, one.form): one.value for one in before.seen}
+    return {
+        one.path: one.value
+        for one in after.seen
+        if one.form in ("item", "attribute", "cell")
+        and not isinstance(one.value, (DistributedTensor, *PLAIN))
+        and known.get((one.path, one.form)) is not one.value
+        and any(path.startswith((f"{one.path}.", f"{one.path}[")) for path in state)
+    }
+
+
 def unsteady(before: Reach, after: Reach, free: Collection[str]) -> str:
     """Say what a run has not left of the kind that it found, or return nothing.
 

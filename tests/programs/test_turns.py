@@ -62,6 +62,17 @@ def _writes_and_leaves(box: SimpleNamespace, w: torch.Tensor) -> Step:
     return step
 
 
+def _swaps(box: SimpleNamespace, w: torch.Tensor) -> Step:
+    box.a, box.b = (torch.full((4,), k).to(REMOTE) for k in (1.0, 2.0))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        box.a.add_(x.sum(0))
+        box.a, box.b = box.b, box.a
+        return box.a * len(x) - box.b
+
+    return step
+
+
 def _trains(box: SimpleNamespace, w: torch.Tensor) -> Step:
     box.w = torch.nn.Parameter(w)
     optimizer = torch.optim.SGD([box.w], lr=0.1, momentum=0.9)
@@ -114,7 +125,9 @@ def _compared(make: Any, calls: int, between: Any = None) -> tuple[Any, list[str
     return program, whys
 
 
-@pytest.mark.parametrize("make", [_follows, _only_leaves, _of_two_shapes, _pair, _writes_and_leaves, _trains])
+@pytest.mark.parametrize(
+    "make", [_follows, _only_leaves, _of_two_shapes, _pair, _writes_and_leaves, _swaps, _trains]
+)
 def test_two_batch_shapes_in_turns_are_both_replayed(session: object, make: Any) -> None:
     _, whys = _compared(make, 14)
     assert whys[6:] == [""] * 8
@@ -151,6 +164,59 @@ def test_what_somebody_keeps_stays_as_it_was(session: object) -> None:
     for make in (_follows, _writes_and_leaves):
         program, _ = _compared(make, 20, keep)
         assert program.replays > 8
+
+
+@pytest.mark.parametrize("form", [tuple, list, dict], ids=lambda form: str(form.__name__))
+def test_what_somebody_keeps_in_a_tuple_stays_as_it_was(session: object, form: Callable[..., Any]) -> None:
+    def make(box: SimpleNamespace, w: torch.Tensor) -> Step:
+        box.kept = form([(0, box.h), (1, box.last)])
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            (_, h), (_, last) = box.kept.items() if form is dict else box.kept
+            box.kept = form([(0, torch.tanh(h + x.sum(0))), (1, last * 0.5)])
+            return h + 1
+
+        return step
+
+    found: list[Any] = []
+
+    def keep(k: int, box: SimpleNamespace, kept: list[torch.Tensor]) -> None:
+        if k == 0:
+            found.clear()
+        found.append(box.kept)
+        kept[:] = [t for one in found for _, t in (one.items() if form is dict else one)]
+
+    _compared(make, 10, keep)
+
+
+def test_two_programs_over_one_state_are_both_replayed(session: object) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(4, 4)
+    losses: list[list[float]] = []
+    for replayed in (False, True):
+        w = torch.nn.Parameter(values.to(REMOTE))
+        optimizer = torch.optim.SGD([w], lr=0.1, momentum=0.9)
+
+        def backward(
+            x: torch.Tensor, w: torch.Tensor = w, optimizer: torch.optim.Optimizer = optimizer
+        ) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = (x @ w).square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+
+        def update(optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+
+        programs: Any = [dr.program(f) if replayed else f for f in (backward, update)]
+        found = []
+        for k in range(10):
+            found.append(programs[0](torch.full((2, 4), 0.1 * k).to(REMOTE)))
+            programs[1]()
+            if replayed and k > 4:
+                assert [program.why for program in programs] == ["", ""]
+        losses.append([loss.item() for loss in found])
+    assert losses[0] == losses[1]
 
 
 def test_a_tensor_at_two_places_is_no_two_tensors(session: object) -> None:

@@ -22,6 +22,7 @@ MODULES = (
     "models",
     "many_workers",
     "many_sessions",
+    "programs",
 )
 # If one of these fails, no check after it can work.
 FIRST = (1, 2, 3)

@@ -107,6 +107,10 @@ class State:
         # It is True once the master is gone, and nothing is worth waiting for.
         self.closed = False
 
+    def one_stream(self) -> bool:
+        """Whether the session has one stream here, so that nothing of it runs beside what runs now."""
+        return len(self.streams) == 1 and all(len(mesh.streams) <= 1 for mesh in self.meshes.values())
+
     def log(self, work: Work) -> State | Mesh:
         """Return whose streams and templates a segment names: a mesh's, or this worker's own."""
         return self if work.mesh is None else work.mesh

@@ -1,7 +1,7 @@
 """The accelerators of this machine: which there are, which are in use, and their streams and events.
 
-Besides this module, `hardware`, `random_states` and the data channels know what torch calls accelerators. No
-other module of the worker does.
+Besides this module, `hardware`, `random_states`, the data channels and `cuda_graphs` know what torch calls
+accelerators. No other module of the worker does.
 
 What torch can say of any accelerator is asked of `torch.accelerator`, and the rest of the module that torch
 has for this kind: `torch.cuda` (ROCm's devices too), `torch.xpu`, `torch.mps`, or that of a backend from

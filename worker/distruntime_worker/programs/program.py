@@ -17,6 +17,7 @@ from ..log.state import State
 from ..values.objects import Poisoned, memory_of
 from ..values.step import Run, Slots, Step, Words
 from ..values.streams import Work
+from .cuda_graphs import graphs_for
 from .definition import Definition, Instruction, Name, Row, definition_from
 from .inductor import inductor_for
 from .regions import Inputs
@@ -61,12 +62,16 @@ class Program(Step):
         self._source: Source | None = None
         self._straight: Straight | None = None
         self._real = real
-        asked = None if self._in_turns else compile
+        self._graphs = graphs_for(compile, definition, parts, self._written, kept, state.one_stream, warn)
+        self.holds_generators = self._graphs is not None
+        asked = None if self._in_turns or self._graphs is not None else compile
         self._inductor = inductor_for(asked, definition, parts, self._written, real, warn)
 
     @property
     def compiled(self) -> str:
         """What became of its compiling, if it is to be compiled."""
+        if self._graphs is not None:
+            return self._graphs.state
         return "" if self._inductor is None else self._inductor.state
 
     def run(self, slots: Slots, p: Words, i: int, /) -> int:
@@ -81,10 +86,10 @@ class Program(Step):
             elif (ready := self._inductor.ready(slots, p, i)) is not None:
                 source, straight = ready
         try:
-            if straight is not None:
-                straight(slots, p, i)
-            else:
+            if straight is None:
                 self._run_first(slots, p, i)
+            elif self._graphs is None or not self._graphs.ran(straight, slots, p, i):
+                straight(slots, p, i)
         except Stopped as stopped:
             assert isinstance(stopped.__cause__, Exception)
             self._finish(slots, p, i, stopped, stopped.__cause__)

@@ -36,7 +36,7 @@ _CPU = torch.device("cpu")
 def may_draw(step: Step) -> bool:
     """Whether a step may draw random numbers, or reads or sets the state that they come from."""
     if step.parts:
-        return any(map(may_draw, step.parts))
+        return step.holds_generators or any(map(may_draw, step.parts))
     if step.name.startswith(_CALL):
         # The master says so of a function that draws nothing.
         return step.pattern is None or step.pattern.args[_RANDOM] is not False

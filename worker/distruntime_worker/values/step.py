@@ -106,6 +106,8 @@ class Step(Protocol):
     lanes: Sequence[Step] = ()
     # These are the steps of a program's instructions, each once.
     parts: Sequence[Step] = ()
+    # While it runs, no other session may draw random numbers, even if it draws none itself.
+    holds_generators: bool = False
     # The members' steps, or a program's, run these. The chain replaces them: see chain.py.
     runs: Sequence[Run] = ()
     # It holds the step to its session's share of memory, if anything does: see guard.py.

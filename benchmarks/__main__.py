@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from . import (
+    automatic_replay,
     bandwidth,
     distance,
     floor,
@@ -50,6 +51,7 @@ BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
     "functions": functions.measure,
     "weights": weights.measure,
     "loader": loader.measure,
+    "automatic_replay": automatic_replay.measure,
     "gpu": gpu.measure,
 }
 

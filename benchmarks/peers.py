@@ -91,11 +91,11 @@ class _GPTModel(nn.Module):
         return scores
 
 
-def gpt_stepper(device: str) -> Callable[[], torch.Tensor]:
-    """Return a function that makes one step of a GPT of 0.9 million parameters, on `device`."""
+def gpt_stepper(device: str, width: int = 128, samples: int = 8) -> Callable[[], torch.Tensor]:
+    """Return a function that makes one step of a GPT, of 0.9 million parameters by default, on `device`."""
     torch.manual_seed(0)
-    model = _GPTModel().to(device)
-    tokens, places = torch.randint(0, 256, (8, 64)).to(device), torch.arange(64).to(device)
+    model = _GPTModel(width=width).to(device)
+    tokens, places = torch.randint(0, 256, (samples, 64)).to(device), torch.arange(64).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
 
     def step() -> torch.Tensor:

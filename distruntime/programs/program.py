@@ -22,15 +22,15 @@ from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD
 from .carried import kinds_found, renewed_kinds
 from .plan import Found, Plan
-from .reach import PLAIN, Reach, local_of
-from .recording import Name, record
+from .reach import PLAIN, Reach
+from .recorder import record
+from .recording import Name
 from .run import (
     Run,
     Stripped,
     dressed,
     handle_of,
     laid_out,
-    layout_of,
     replaced,
     require_unchanged,
     returned_from,
@@ -38,6 +38,7 @@ from .run import (
     stripped,
     unsteady,
 )
+from .signature import local_leaf, signature_of
 from .watch import LocalDraws, watched
 
 P = ParamSpec("P")
@@ -96,7 +97,7 @@ class Program(Generic[P, R]):
             raise
 
     def _call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> R:
-        leaves, signature = _signature(args, kwargs)
+        leaves, signature = signature_of(args, kwargs)
         why = "no two recordings agree yet"
         plans = self._plans.get(signature)
         for plan in tuple(plans or ()):
@@ -318,7 +319,7 @@ class Program(Generic[P, R]):
     ) -> None:
         if len(session.logs) != len(tapes):
             raise not_in_a_program("make a mesh", "make it before")
-        now = [_local(leaf) for leaf in tree_flatten((args, kwargs))[0]]
+        now = [local_leaf(leaf) for leaf in tree_flatten((args, kwargs))[0]]
         if len(now) != len(leaves) or any(a is not b for a, b in zip(now, leaves)):
             raise not_in_a_program("change the lists and dictionaries of its arguments", "return new ones")
         for k, leaf, gradient in gradients:
@@ -333,65 +334,6 @@ class Program(Generic[P, R]):
         return NotSupportedError(
             f"a program cannot {what}{made}\n  in the program {self._name!r}\n  {remedy}"
         )
-
-
-def _signature(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[object], object]:
-    """Return the leaves of a call's arguments, and what tells this kind of call from others."""
-    flat = not kwargs
-    key: list[object] = []
-    refs: list[int] = []
-    leaves = list(args)
-    if not flat or any(not isinstance(leaf, (DistributedTensor, *PLAIN)) for leaf in leaves):
-        leaves, tree = tree_flatten((args, kwargs))
-        key.append(tree)
-    for k, leaf in enumerate(leaves):
-        layout = None if type(leaf) is DistributedTensor else layout_of(leaf)
-        if layout is not None:
-            key += (layout, leaf.requires_grad)  # type: ignore[attr-defined]
-            leaf = _local(leaf)
-            leaves = [*leaves[:k], leaf, *leaves[k + 1 :]]
-        if type(leaf) is DistributedTensor:
-            handle = leaf._handle
-            key += (handle.spec, handle.place, leaf.requires_grad)
-            # Two arguments that are one tensor are one name in a recording.
-            if handle.ref in refs:
-                key.append(refs.index(handle.ref))
-            refs.append(handle.ref)
-        elif type(leaf) is float:
-            key.append(float)
-        elif isinstance(leaf, PLAIN):
-            key += (type(leaf), leaf)
-        elif isinstance(leaf, torch.Tensor):
-            remedy = (
-                'send it first, x.to("remote")' if type(leaf) is torch.Tensor else "pass its plain tensors"
-            )
-            raise UsageError(
-                "a program's tensors are remote, and an argument is a "
-                f"{type(leaf).__name__} on {leaf.device}\n"
-                f"  called at {line_text(user_line())}\n  {remedy}"
-            )
-        else:
-            key.append(_Is(leaf))
-    return leaves, tuple(key)
-
-
-def _local(leaf: object) -> object:
-    """Return the tensor of the members of a DTensor, and anything else as it is."""
-    local = local_of(leaf)
-    return local if isinstance(local, DistributedTensor) else leaf
-
-
-class _Is:
-    """An object as a part of a key: it is equal to itself only."""
-
-    def __init__(self, thing: object) -> None:
-        self._thing = thing
-
-    def __hash__(self) -> int:
-        return id(self._thing)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Is) and other._thing is self._thing
 
 
 def _tensors(leaves: Sequence[object]) -> list[DistributedTensor]:

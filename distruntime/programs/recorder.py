@@ -1,0 +1,292 @@
+"""How the words that logs got while a function ran become a recording, and which words none can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..errors import NotSupportedError
+from ..log.issue import Noted, Streams
+from ..log.line import Line, line_text
+from ..log.log import Log
+from ..log.tape import Piece, Tape, recorded
+from ..wire.codec import KIN, OPERAND
+from ..wire.messages import (
+    ADOPT,
+    AWAIT,
+    CHECK,
+    DROP,
+    FIRST_TEMPLATE,
+    FLOAT,
+    FORGET,
+    GIVE,
+    HELD,
+    HOST,
+    LEARN,
+    MADE,
+    MARK,
+    PUBLISH,
+    RELEASE,
+    STAMP,
+    TAKE,
+    UPLOAD,
+    WAIT,
+    WATCH,
+)
+from .recording import Crossed, Cut, Instruction, Name, Part, Recording
+
+# So many words stand before an instruction, or between two.
+_SKIPPED = {CHECK: 3, WATCH: 1, FORGET: 2}
+_REFUSED = {
+    AWAIT: "wait for another node here",
+    STAMP: "record an event here",
+    MARK: "record an event here",
+    HOST: "read a value",
+    TAKE: "use a mesh's member here",
+    GIVE: "put a mesh's tensor together here",
+    PUBLISH: "publish",
+    ADOPT: "look up what is published",
+}
+# These functions of the worker may stand in a program.
+_FUNCTIONS = (
+    *("distruntime::record", "distruntime::record_autocast", "distruntime::record_attention"),
+    *("distruntime::replay_backward", "distruntime::resize_storage", "distruntime::exchange_rng_state"),
+)
+
+
+class _Recorder:
+    """Puts what the tapes and notes hold into one order."""
+
+    def __init__(self, names: dict[int, Name], first: bool, current: Streams) -> None:
+        self.found, self._names, self._first, self._current = Recording(), names, first, current
+        # The open part of each log. Another instruction of its stream belongs to it.
+        self._open: dict[Log, Part] = {}
+        self._events: dict[int, int] = {}
+
+    def add_piece(self, log: Log, tape: Tape, piece: Piece, lines: Iterator[Line]) -> None:
+        """Take words that a log has got."""
+        for at, words, line in _instructions(piece, lines, self.found.freed):
+            if not piece.own or piece.covered:
+                continue
+            stream = next((stream for stream, first, end in piece.bounds if first <= at < end), 0)
+            part = self._part(log, stream)
+            before = len(self.found.body)
+            _add(self.found, log, words, line, self._names, self._first)
+            part.steps += range(before, len(self.found.body))
+            part.weight += len(words)
+            touched = tape.touched.get(piece.start + at + len(words))
+            if touched is None:
+                part.known = False
+            else:
+                for memory in touched.reads:
+                    part.touch(memory, False)
+                for memory in touched.writes:
+                    part.touch(memory, True)
+                for ref, memory in touched.made:
+                    part.touch(memory, True)
+                    if ref in self.found.made:
+                        self.found.memories[self.found.made[ref]] = memory
+
+    def _part(self, log: Log, stream: int) -> Part:
+        """Return the part that an instruction belongs to."""
+        for other in log.siblings():
+            self._open.pop(other, None)
+        part = self._open.get(log)
+        if part is None or part.stream != stream:
+            part = self._open[log] = Part(log, stream)
+            self.found.acts.append(part)
+        return part
+
+    def add_note(self, noted: Noted) -> None:
+        """Take what stands between parts."""
+        found, between = self.found, noted.between
+        for log in between.logs:
+            for one in (log, *log.siblings()):
+                self._open.pop(one, None)
+        reads = tuple(_name(found, ref, True, noted.line, self._names, self._first) for ref in between.reads)
+        makes = []
+        for ref, memory in zip(between.makes, between.storages):
+            number = found.made.setdefault(ref, len(found.makers))
+            makes.append(number)
+            found.makers.append(len(found.body))
+            found.memories[number] = memory
+        key = between.key
+        if between.sets is not None:
+            key = (*key, self._events.setdefault(id(between.sets), len(self._events)))
+        if between.uses is not None:
+            # An event that was recorded outside is the same object at each call.
+            outside = ("outside", id(between.uses))
+            key = (*key, self._events.get(id(between.uses), outside))
+        same = dict(noted.streams) == dict(self._current)
+        found.several = found.several or not same or between.kind in ("record", "wait")
+        found.acts.append(Crossed(len(found.body), between, None if same else noted.streams, noted.operands))
+        found.body.append(Cut(between.kind, key, reads, tuple(makes)))
+        found.lines.append(noted.line)
+
+
+def record(
+    tapes: Sequence[tuple[Log, Tape]],
+    notes: Sequence[Noted],
+    names: dict[int, Name],
+    first: bool,
+    current: Streams,
+) -> Recording:
+    """Return what the tapes and the notes hold. `names` has the refs of arguments, and of what was found
+    before the run; `current` are the streams that were current then.
+
+    Raise `NotSupportedError` for what no program can hold.
+    """
+    recorder = _Recorder(names, first, current)
+    lines = {log: iter(tape.lines) for log, tape in tapes}
+    events: list[tuple[int, Log, Tape, Piece] | tuple[int, Noted]] = [(noted.tick, noted) for noted in notes]
+    events += [(piece.tick, log, tape, piece) for log, tape in tapes for piece in tape.pieces]
+    for event in sorted(events, key=lambda one: one[0]):
+        if len(event) == 2:
+            recorder.add_note(event[1])
+        else:
+            _, log, tape, piece = event
+            recorder.add_piece(log, tape, piece, lines[log])
+    found = recorder.found
+    streams: dict[Log, set[int]] = {}
+    for part in found.parts:
+        streams.setdefault(part.log, set()).add(part.stream)
+    own = {(entered.residence.node, entered.number) for entered in current.values()}
+    for log, used in streams.items():
+        mine = {number for node, number in own if node is log} or {0}
+        found.several = found.several or len(used) > 1 or not used <= mine
+    found.streams = [(part.log.index, part.stream if found.several else -1) for part in found.parts]
+    return found
+
+
+def _refused(what: str, line: Line | None, remedy: str) -> NotSupportedError:
+    return NotSupportedError(
+        f"a program cannot {what}\n  issued at {line_text(line)}\n"
+        f"  in the program {recorded.name!r}\n  {remedy}"
+    )
+
+
+def _instructions(
+    piece: Piece, lines: Iterator[Line], freed: set[int]
+) -> Iterator[tuple[int, Sequence[object], Line | None]]:
+    """Yield each instruction of a piece with its index and its line. What was freed goes to `freed`.
+
+    The line table says where each instruction ends.
+    """
+    words, start = piece.words, piece.start
+    at, count = 0, len(words)
+    while at < count:
+        word = words[at]
+        assert isinstance(word, int)
+        if word < 0:
+            freed.add(-word)
+            at += 1
+        elif word == RELEASE:
+            freed.add(words[at + 1])  # type: ignore[arg-type]
+            at += 3
+        elif word in (FORGET, DROP):
+            at += 2
+        elif word == WAIT:
+            # The rules of the order put it there. They hold for a replay too.
+            at += 5
+        elif word == MARK:
+            at += 1
+        else:
+            line = next(lines, None)
+            while line is not None and line[0] <= start + at:
+                line = next(lines, None)
+            end = count if line is None else min(line[0] - start, count)
+            yield at, words[at:end], line
+            at = end
+
+
+def _add(
+    found: Recording,
+    log: Log,
+    words: Sequence[object],
+    line: Line | None,
+    names: dict[int, Name],
+    first: bool,
+) -> None:
+    at, word = 0, words[0]
+    while word in _SKIPPED:
+        at += _SKIPPED[word]
+        word = words[at]
+    if word in (LEARN, UPLOAD):
+        # The call itself is refused where it does so each time.
+        found.unfit = "it did what is done once"
+        if word == UPLOAD:
+            found.made[words[at + 1]] = len(found.makers)  # type: ignore[index]
+            found.makers.append(len(found.body))
+            found.body.append(Instruction(log.index, UPLOAD, (), (found.made[words[at + 1]],), None))  # type: ignore[index]
+            found.lines.append(line)
+            return
+        at += 2
+        word = words[at]
+    assert isinstance(word, int)
+    if word < FIRST_TEMPLATE:
+        raise _refused(_REFUSED.get(word, f"hold the instruction {word}"), line, "do that outside")
+    name, args, kwargs, results, *_ = log.templates.fields(word)
+    _require_fit(str(name), line)
+    kinds = [*_operands(args), *(kind for value in kwargs.values() for kind in _operands(value))]  # type: ignore[attr-defined]
+    count = len(kinds)
+    operands = [
+        _name(found, value, kind, line, names, first)
+        for kind, value in zip(kinds, words[at + 1 : at + 1 + count])
+    ]
+    rest, kin = words[at + 1 + count :], None
+    makes: list[int] = []
+    if results == KIN:
+        refs = rest[0]
+        if isinstance(refs, list):
+            kin = tuple(_name(found, ref, True, line, names, first) for ref in refs)
+    else:
+        for ref in rest:
+            assert isinstance(ref, int)
+            makes.append(found.made.setdefault(ref, len(found.makers)))
+            found.makers.append(len(found.body))
+    found.body.append(Instruction(log.index, word, tuple(operands), tuple(makes), kin))
+    found.lines.append(line)
+
+
+def _require_fit(name: str, line: Line | None) -> None:
+    if name.startswith("group::"):
+        raise _refused("close a group, or use one that nobody has noted", line, "do that outside")
+    if name.startswith("python::"):
+        raise _refused("call a function of yours on a worker yet", line, "call it outside")
+    if name.startswith("distruntime::") and name not in _FUNCTIONS:
+        raise _refused(f"hold {name}", line, "call it outside: seeds and settings belong there")
+
+
+def _operands(pattern: object) -> Iterator[bool]:
+    """Yield for each operand word of a pattern whether it is a ref."""
+    if pattern == OPERAND:
+        yield True
+    elif pattern == ["number"]:
+        yield False
+    elif isinstance(pattern, list):
+        for item in pattern:
+            yield from _operands(item)
+
+
+def _name(
+    found: Recording, value: object, is_ref: bool, line: Line | None, names: dict[int, Name], first: bool
+) -> Name:
+    if not is_ref:
+        assert isinstance(value, (int, float))
+        found.floats.append(float(value))
+        return FLOAT, len(found.floats) - 1
+    assert isinstance(value, int)
+    if value in found.made:
+        return MADE, found.made[value]
+    name = names.get(value)
+    if name is None:
+        if not first:
+            raise _refused(
+                "use a tensor that cannot be found from its function: nobody would notice if another "
+                "took its place",
+                line,
+                "pass it as an argument, or keep it in an object, a list or a dictionary that the function "
+                "names",
+            )
+        found.unfit = "it did what is done once"
+        return HELD, f"ref {value}"
+    return name

@@ -1,0 +1,71 @@
+"""What tells one kind of call of a program from another: its tensors' metadata and its plain values."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from ..errors import UsageError
+from ..log.line import line_text, user_line
+from ..tensors.tensor import DistributedTensor
+from .reach import PLAIN, local_of
+from .run import layout_of
+
+
+def signature_of(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[object], object]:
+    """Return the leaves of a call's arguments, and what tells this kind of call from others."""
+    flat = not kwargs
+    key: list[object] = []
+    refs: list[int] = []
+    leaves = list(args)
+    if not flat or any(not isinstance(leaf, (DistributedTensor, *PLAIN)) for leaf in leaves):
+        leaves, tree = tree_flatten((args, kwargs))
+        key.append(tree)
+    for k, leaf in enumerate(leaves):
+        layout = None if type(leaf) is DistributedTensor else layout_of(leaf)
+        if layout is not None:
+            key += (layout, leaf.requires_grad)  # type: ignore[attr-defined]
+            leaf = local_leaf(leaf)
+            leaves = [*leaves[:k], leaf, *leaves[k + 1 :]]
+        if type(leaf) is DistributedTensor:
+            handle = leaf._handle
+            key += (handle.spec, handle.place, leaf.requires_grad)
+            # Two arguments that are one tensor are one name in a recording.
+            if handle.ref in refs:
+                key.append(refs.index(handle.ref))
+            refs.append(handle.ref)
+        elif type(leaf) is float:
+            key.append(float)
+        elif isinstance(leaf, PLAIN):
+            key += (type(leaf), leaf)
+        elif isinstance(leaf, torch.Tensor):
+            remedy = (
+                'send it first, x.to("remote")' if type(leaf) is torch.Tensor else "pass its plain tensors"
+            )
+            raise UsageError(
+                "a program's tensors are remote, and an argument is a "
+                f"{type(leaf).__name__} on {leaf.device}\n"
+                f"  called at {line_text(user_line())}\n  {remedy}"
+            )
+        else:
+            key.append(_Is(leaf))
+    return leaves, tuple(key)
+
+
+def local_leaf(leaf: object) -> object:
+    """Return the tensor of the members of a DTensor, and anything else as it is."""
+    local = local_of(leaf)
+    return local if isinstance(local, DistributedTensor) else leaf
+
+
+class _Is:
+    """An object as a part of a key: it is equal to itself only."""
+
+    def __init__(self, thing: object) -> None:
+        self._thing = thing
+
+    def __hash__(self) -> int:
+        return id(self._thing)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Is) and other._thing is self._thing

@@ -147,6 +147,7 @@ def test_what_it_refuses_in_one_line(
         "--listen x --threads -1",
         "--listen x --simulate-cuda many",
         "--listen x --log-level loud",
+        "--listen x --devices ,",
         "--list x",
     ],
 )

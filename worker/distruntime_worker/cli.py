@@ -346,4 +346,9 @@ def _host_and_port(text: str) -> tuple[str, int]:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected names of devices, as cpu,cuda:0. Leave --devices out to offer all"
+        )
+    return names

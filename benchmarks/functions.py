@@ -13,18 +13,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 import distruntime as dr
+from distruntime.session.session import active_session
 
 from .harness import ROOT, Figure, free_port
 
 BURST = 400
 # A float64 array of 64 MiB.
 LARGE = 8 << 20
+# After so many calls the memory of both processes is looked at.
+MANY = 10_000
 
 Work = Callable[[], object]
 
@@ -84,6 +88,44 @@ def _whole(work: Work) -> float:
     return (time.perf_counter() - began) / (4 * BURST) * 1e6
 
 
+def _worker() -> int:
+    return active_session().nodes[0].welcome.pid
+
+
+def _there(work: Work) -> float:
+    """Return the processor time of the worker's busiest thread for one of many calls."""
+
+    def used() -> dict[str, int]:
+        tasks = Path(f"/proc/{_worker()}/task").iterdir()
+        return {task.name: int((task / "schedstat").read_text().split()[0]) for task in tasks}
+
+    dr.synchronize()
+    before = used()
+    for _ in range(4 * BURST):
+        work()
+    dr.synchronize()
+    return max(total - before.get(name, 0) for name, total in used().items()) / (4 * BURST) / 1e3
+
+
+def _resident(process: int) -> float:
+    """Return the MiB that a process has in memory."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+def _grown(work: Work, calls: int) -> tuple[float, float]:
+    """Return by how many MiB so many calls have grown this process and the worker."""
+    processes = os.getpid(), _worker()
+    for _ in range(calls):
+        work()
+    dr.synchronize()
+    before = [*map(_resident, processes)]
+    for _ in range(calls):
+        work()
+    dr.synchronize()
+    here, there = (_resident(process) - was for process, was in zip(processes, before))
+    return here, there
+
+
 def _calls(rounds: int) -> list[Figure]:
     known: Any = dr.remote(add)
     empty: Any = dr.remote(nothing)
@@ -100,10 +142,15 @@ def _calls(rounds: int) -> list[Figure]:
             work(), work()
         times: dict[str, list[float]] = {name: [] for name in works}
         apart = []
+        beside: dict[str, list[float]] = {"function": [], "method": []}
         for _ in range(rounds):
             for name, work in works.items():
                 times[name].append(_issuing(work))
             apart.append(_whole(works["nothing"]))
+            instruction = _there(works["add"])
+            for name, found in beside.items():
+                found.append(_there(works[name]) - instruction)
+        grown = {name: _grown(works[name], MANY if rounds > 1 else BURST) for name in beside}
     ratios = {
         name: statistics.median(a / b for a, b in zip(times[name], times["add"]))
         for name in ("function", "method")
@@ -118,6 +165,26 @@ def _calls(rounds: int) -> list[Figure]:
             "us",
             40,
             "what the worker does around the body, and the message",
+        ),
+        *(
+            Figure(
+                f"the worker's thread, a {name} with a tensor as its result, beside torch.add",
+                statistics.median(found),
+                "us",
+                40,
+                "processor time",
+            )
+            for name, found in beside.items()
+        ),
+        *(
+            Figure(
+                f"{MANY:,} calls of a {name}: what both processes have grown by",
+                sum(found),
+                "MiB",
+                8,
+                f"this one by {found[0]:.1f}, the worker by {found[1]:.1f}",
+            )
+            for name, found in grown.items()
         ),
     ]
 

@@ -35,6 +35,30 @@ def stable_baselines(device: str) -> dict[str, object]:
     return {"action": action, "weight": loaded.policy.action_net.weight}
 
 
+@case("gymnasium", "an environment that lives on the worker: dr.remote(gymnasium.make)")
+def environment(device: str) -> dict[str, object]:
+    import gymnasium
+
+    import distruntime as dr
+
+    there = device != "cpu"
+    env = dr.remote(gymnasium.make)("CartPole-v1", node=0) if there else gymnasium.make("CartPole-v1")
+
+    def read(x: object) -> tuple[object, ...]:
+        return dr.fetch(x) if there else x  # type: ignore[return-value]
+
+    policy = nn.Linear(4, 2).to(device)
+    seen, (observation, _) = [], read(env.reset(seed=3))
+    for _ in range(20):
+        action = int(policy(torch.as_tensor(observation).to(device)).argmax())
+        observation, reward, ended, *_ = read(env.step(action))
+        seen.append([*map(float, observation), float(reward)])  # type: ignore[call-overload, arg-type]
+        if ended:
+            observation, _ = read(env.reset(seed=4))
+    env.close()
+    return {"seen": seen, "weight": policy.weight}
+
+
 @case("tensordict", "TensorDict: stack, index, .to, TensorDictModule, memory-mapped on disk")
 def tensordict(device: str) -> dict[str, object]:
     from tensordict import TensorDict

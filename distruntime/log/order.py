@@ -276,6 +276,9 @@ class Order:
         """Append what neither makes nor reads a value: a wait for another node."""
         self.last[stream] = put(self.node, stream, words)
         self.node.line_table.append((self.last[stream], line[1], line[2]))
+        # A tape knows by the thread that sends a word whose it is.
+        if self.node.tapes:
+            self.node.flush()
 
     def fence(self) -> None:
         """Make stream 0 wait for everything issued so far."""

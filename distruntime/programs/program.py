@@ -206,10 +206,13 @@ class Program(Generic[P, R]):
                 log.end_tape(tape)
         recorded.name, recorded.first = self._name, first
         try:
-            if not first:
-                draws.require_unused(self._name)
+            drawn = "" if first else draws.require_unused(self._name)
             self._require_plain(session, tapes, args, kwargs, leaves, gradients)
             recording = record(tapes, notes, names, first, current)
+            if drawn:
+                recording.unfit = self.why = (
+                    f"{drawn} drew random numbers meanwhile, here or in another thread, and replays draw none"
+                )
             after = Reach(roots)
             if not first:
                 require_unchanged(before, after)

@@ -141,12 +141,26 @@ class LocalDraws:
         for name, state in (*common, *others):
             self._states.append((name, state, state()))
 
-    def require_unused(self, name: str) -> None:
-        """Raise `NotSupportedError` if one of them was used since."""
+    def require_unused(self, name: str) -> str:
+        """Raise `NotSupportedError` if one of them was used since, or return its name if that is not certain.
+
+        Nobody can see which thread has used one. So while other threads run, it may not have been this one.
+        """
         for what, state, before in self._states:
             if state() != before:
+                if _others():
+                    return what
                 raise NotSupportedError(
                     f"the program {name!r} draws random numbers in this process, by {what}: each replay "
                     "would use the same ones\n  draw on the worker, torch.rand(..., device=x.device), or "
                     "draw before, and pass the numbers as an argument; a seed is set outside too"
                 )
+        return ""
+
+
+def _others() -> bool:
+    """Whether threads of the user's run beside this one."""
+    mine = threading.current_thread()
+    return any(
+        thread is not mine and not thread.name.startswith("distruntime-") for thread in threading.enumerate()
+    )

@@ -1613,7 +1613,8 @@ class Calling(Base):
         a = self.any()
         self.say(a)
         with self.where(a.place):
-            remote: Any = dr.remote(_until_cancelled, returns=a.local, writes=(), random=False)(a.remote)
+            like = a.local.clone()
+            remote: Any = dr.remote(_until_cancelled, returns=like, writes=(), random=False)(a.remote)
             after = remote + 1 if self.chance(0.5) else remote
         if self.chance(0.5):
             self.any(a.place, healthy=True).remote.sum()
@@ -1625,8 +1626,9 @@ class Calling(Base):
         a = self.any()
         self.say(a)
         with self.where(a.place):
-            remote: Any = dr.remote(_fails, returns=a.local)(a.remote)
-        self.keep(a.place, remote, a.local.clone(), a).memory.poisoned = True
+            like = a.local.clone()
+            remote: Any = dr.remote(_fails, returns=like)(a.remote)
+        self.keep(a.place, remote, like, a).memory.poisoned = True
 
     @operation(0.5)
     def iterate(self) -> None:

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -281,6 +282,51 @@ def test_another_thread_issues_meanwhile_and_is_kept_out(x: torch.Tensor) -> Non
         done.set()
         thread.join()
     assert program.replays == 4 and y.tolist() == [2.0] * 3
+
+
+def _beside(work: Callable[[], object]) -> None:
+    """Do something in another thread, and wait until it is done."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
+
+
+def test_another_thread_waits_for_another_node_meanwhile(fresh_session: Callable[..., Any]) -> None:
+    """No word of it is sent behind the recorded ones, as if it were one of them."""
+    fresh_session(world_size=2)
+    x, y = torch.ones(3, device=dr.place(0)), torch.ones(3, device=dr.place(1))
+    with dr.stream(dr.Stream(0)):
+        x.add_(0)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        a = x * 2
+        if threading.current_thread() is threading.main_thread():
+            _beside(lambda: dr.current_stream(1).record_event().wait(dr.current_stream(0)))
+        return a + 1
+
+    program = dr.program(function)
+    assert _calls(program, x, times=5) == [[3.0] * 3] * 5
+    assert program.replays == 3 and y.tolist() == [1.0] * 3
+
+
+def test_another_thread_draws_meanwhile(x: torch.Tensor) -> None:
+    """Nobody can see which thread has drawn, so the call is recorded again, and is not refused."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        a = x * 2
+        _beside(random.random)
+        return a + 1
+
+    over = threading.Event()
+    beside = threading.Thread(target=over.wait)
+    beside.start()
+    program = dr.program(function)
+    try:
+        assert _calls(program, x) == [[3.0] * 3] * 4
+    finally:
+        over.set()
+        beside.join()
+    assert program.replays == 0
+    assert "random drew random numbers meanwhile, here or in another thread" in program.why
 
 
 def test_a_second_program_over_the_same_model(x: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ import fcntl
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -55,6 +56,46 @@ def test_a_member_that_exits_ends_the_call(mesh: dr.DeviceMesh, capfd: pytest.Ca
         dr.fetch(exits())
     until(lambda: "[node 1] [rank 1] three" in (said.append(capfd.readouterr().out) or "".join(said)))
     assert "[node 1] [rank 1] one and two\n[node 1] [rank 1] three\n" in "".join(said)
+    assert works(mesh)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_does_not_answer_as_the_rank(mesh: dr.DeviceMesh, capfd: pytest.CaptureFixture[str]) -> None:
+    said = list[str]()
+
+    def forks(end: str) -> tuple[int, int]:
+        pid = os.fork()
+        if pid == 0:
+            print("from the child")
+            if end == "raises":
+                raise ValueError("in the child")
+            if end == "exits":
+                sys.exit(7)
+            return os.getpid(), -1
+        return os.getpid(), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    before = dr.fetch(dr.spmd(mesh, os.getpid)())
+    for end, code in ("returns", 0), ("raises", 1), ("exits", 7):
+        assert dr.fetch(dr.spmd(mesh, forks, returns=(object, object))(end)) == (before, [code, code])
+    assert dr.fetch(dr.spmd(mesh, os.getpid)()) == before
+    until(lambda: "ValueError: in the child" in (said.append(capfd.readouterr().out) or "".join(said)))
+    assert "[rank 1] from the child" in "".join(said)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_that_outlives_its_rank_does_not_hide_the_end(mesh: dr.DeviceMesh, tmp_path: Path) -> None:
+    def leaves_a_child(folder: Path) -> None:
+        if dist.get_rank() == 1:
+            pid = os.fork()
+            if pid == 0:
+                time.sleep(200)
+            (folder / "child").write_text(str(pid))
+            os._exit(3)
+        dist.barrier()
+
+    with pytest.raises(RuntimeError, match="rank 1 exited with code 3"):
+        dr.fetch(dr.spmd(mesh, leaves_a_child, returns=object)(tmp_path))
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
     assert works(mesh)
 
 

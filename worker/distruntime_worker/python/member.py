@@ -25,6 +25,7 @@ import torch.distributed
 from distruntime.errors import ProtocolError
 
 from ..values.objects import class_name
+from .forked import end_child
 from .handing import Device, Incoming, Outgoing, Shared, Stays, receive, written
 from .skeleton import arguments, load
 
@@ -124,6 +125,8 @@ class Member:
 
     def serve(self) -> None:
         """Do what the worker asks for until it closes the socket."""
+        # A child that outlives the rank would keep the socket open, and hide that the rank has ended.
+        os.register_at_fork(after_in_child=self._link.close)
         while (incoming := receive(self._link)) is not None:
             out = Outgoing()
             try:
@@ -180,9 +183,15 @@ class Member:
         # A library that takes itself for what has started the rank removes these at its end.
         os.environ.update(self._rank)
         args, kwargs = arguments(run.pickled, operands, self._real)
+        own = os.getpid()
         with torch.set_grad_enabled(run.grad):
             try:
-                result = function(*args, **kwargs)  # type: ignore[operator]
+                try:
+                    result = function(*args, **kwargs)  # type: ignore[operator]
+                finally:
+                    # A process that the function has forked would answer as the rank.
+                    if os.getpid() != own:
+                        end_child()
             except SystemExit as error:
                 raise RuntimeError(
                     f"{run.name} called sys.exit({error.code!r}), and the member goes on: return, or raise"

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -25,9 +25,11 @@ import torch.distributed
 from distruntime.errors import ProtocolError
 
 from ..values.objects import class_name
+from ..values.step import Operator
 from .forked import end_child
 from .handing import Device, Incoming, Outgoing, Shared, Stays, receive, written
-from .skeleton import arguments, load
+from .shipped import Package, follow
+from .skeleton import arguments, load, missing
 
 _SET_PARENT_DEATH_SIGNAL = 1
 if torch.distributed.is_available():
@@ -79,6 +81,7 @@ class Run:
     wants: list[Wants | None]
     grad: bool
     dropped: list[int]
+    shipped: dict[str, Package]
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ class Member:
         self._device = torch.device("cpu")
         self._code: dict[bytes, object] = {}
         self._kept: dict[int, object] = {}
+        self._shipped: dict[str, Package] = {}
         self._rank = {name: os.environ[name] for name in _RANK}
         self._next = 0
 
@@ -176,6 +180,11 @@ class Member:
     def _run(self, run: Run, incoming: Incoming, out: Outgoing) -> object:
         for number in run.dropped:
             self._kept.pop(number, None)
+        if run.shipped != self._shipped:
+            follow(self._shipped, run.shipped)
+            self._shipped = run.shipped
+            # Code that is here has what it imported before.
+            self._code.clear()
         operands = [self._operand(operand, incoming) for operand in run.operands]
         memories = {x.untyped_storage()._cdata for x in operands if isinstance(x, torch.Tensor)}
         leaves = self._leaves(operands, run.wants)
@@ -183,19 +192,8 @@ class Member:
         # A library that takes itself for what has started the rank removes these at its end.
         os.environ.update(self._rank)
         args, kwargs = arguments(run.pickled, operands, self._real)
-        own = os.getpid()
         with torch.set_grad_enabled(run.grad):
-            try:
-                try:
-                    result = function(*args, **kwargs)  # type: ignore[operator]
-                finally:
-                    # A process that the function has forked would answer as the rank.
-                    if os.getpid() != own:
-                        end_child()
-            except SystemExit as error:
-                raise RuntimeError(
-                    f"{run.name} called sys.exit({error.code!r}), and the member goes on: return, or raise"
-                ) from error
+            result = _called(run.name, function, args, kwargs)  # type: ignore[arg-type]
         with torch.no_grad():
             for leaf, gradient in leaves:
                 if leaf.grad is None:
@@ -257,6 +255,26 @@ class Member:
         self._next += 1
         self._kept[self._next] = value
         return Stays(self._next, type(value).__name__)
+
+
+def _called(name: str, function: Operator, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """Call a user's function. It may raise anything."""
+    own = os.getpid()
+    try:
+        try:
+            return function(*args, **kwargs)
+        finally:
+            # A process that the function has forked would answer as the rank.
+            if os.getpid() != own:
+                end_child()
+    except SystemExit as error:
+        raise RuntimeError(
+            f"{name} called sys.exit({error.code!r}), and the member goes on: return, or raise"
+        ) from error
+    except ModuleNotFoundError as error:
+        # It stays the same error, as of a function of `dr.remote`.
+        error.msg = missing(error)
+        raise
 
 
 def _raised(error: BaseException) -> Raised:

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -109,6 +110,21 @@ def test_one_that_never_returns_has_a_timeout(mesh: dr.DeviceMesh) -> None:
     with pytest.raises(dr.WaitTimeout, match="did not return within its timeout"):
         dr.fetch(hangs())
     assert works(mesh)
+
+
+class Holds:
+    """Holds what cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def test_a_result_that_cannot_be_pickled_stays_there(mesh: dr.DeviceMesh) -> None:
+    held = dr.spmd(mesh, lambda: Holds())()
+    wanted = r"^Holds cannot be pickled, so it stays in its member.s process: .*lock.* Pass it to a function"
+    with pytest.raises(dr.UsageError, match=wanted):
+        dr.fetch(held)
+    assert dr.fetch(dr.spmd(mesh, lambda x: x.lock.locked(), returns=object)(held)) == [False, False]
 
 
 def test_objects_of_ended_processes_say_so(mesh: dr.DeviceMesh) -> None:

@@ -22,7 +22,7 @@ import cloudpickle
 import torch
 import torch.distributed
 
-from distruntime.errors import ProtocolError
+from distruntime.errors import ProtocolError, UsageError
 
 from ..values.objects import class_name
 from ..values.step import Operator
@@ -154,7 +154,7 @@ class Member:
             case Run() as run:
                 return Done(self._run(run, incoming, out), torch.distributed.is_initialized())
             case Pickle(number):
-                return Done(cloudpickle.dumps(self._kept[number], protocol=5))
+                return Done(_pickled(self._kept[number]))
         raise RuntimeError(f"a worker sent {incoming.message!r:.60}")
 
     def _begin(self, begin: Begin) -> None:
@@ -275,6 +275,18 @@ def _called(name: str, function: Operator, args: Sequence[object], kwargs: Mappi
         # It stays the same error, as of a function of `dr.remote`.
         error.msg = missing(error)
         raise
+
+
+def _pickled(value: object) -> bytes:
+    try:
+        data: bytes = cloudpickle.dumps(value, protocol=5)
+        return data
+    # Any class of the user's may raise anything while it is pickled.
+    except Exception as error:
+        raise UsageError(
+            f"{type(value).__name__} cannot be pickled, so it stays in its member's process: "
+            f"{type(error).__name__}: {error}. Pass it to a function of dr.spmd, and return what you want"
+        ) from error
 
 
 def _raised(error: BaseException) -> Raised:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pdb
 import resource
 import signal
 import sys
@@ -109,6 +110,13 @@ def test_one_that_never_returns_has_a_timeout(mesh: dr.DeviceMesh) -> None:
     assert works(mesh)
     with pytest.raises(dr.WaitTimeout, match="did not return within its timeout"):
         dr.fetch(hangs())
+    assert works(mesh)
+
+
+@pytest.mark.parametrize("stop", [lambda: breakpoint(), lambda: pdb.set_trace()])
+def test_a_breakpoint_says_that_it_opens_no_prompt(mesh: dr.DeviceMesh, stop: Any) -> None:
+    with pytest.raises(dr.NotSupportedError, match=r"opens no prompt .* dr\.remote, where it opens one"):
+        dr.fetch(dr.spmd(mesh, stop, returns=object)())
     assert works(mesh)
 
 

@@ -10,6 +10,7 @@ import ctypes
 import io
 import linecache
 import os
+import pdb
 import signal
 import socket
 import sys
@@ -17,12 +18,13 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import cloudpickle
 import torch
 import torch.distributed
 
-from distruntime.errors import ProtocolError, UsageError
+from distruntime.errors import NotSupportedError, ProtocolError, UsageError
 
 from ..values.objects import class_name
 from ..values.step import Operator
@@ -300,6 +302,13 @@ def _raised(error: BaseException) -> Raised:
     return Raised(class_name(type(error)), str(error), file.getvalue())
 
 
+def _refuse_prompt(*args: object, **kwargs: object) -> NoReturn:
+    raise NotSupportedError(
+        "breakpoint() opens no prompt in a function of dr.spmd: call what you look at with dr.remote, where "
+        "it opens one, or print"
+    )
+
+
 def main(_: Sequence[str]) -> int:
     """Serve the worker whose socket is standard input; return the exit code."""
     # The nursery's main thread has forked this process, and ends when the worker does.
@@ -310,6 +319,8 @@ def main(_: Sequence[str]) -> int:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo") if os.environ["MASTER_ADDR"] == "127.0.0.1" else None
+    # Its standard input is nobody's, and Python's own debugger would end the function there.
+    sys.breakpointhook = pdb.set_trace = _refuse_prompt
     Member(link).serve()
     sys.stdout.flush()
     # Threads of gloo and NCCL need not be taken apart.

@@ -8,6 +8,7 @@ process opens.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import io
@@ -20,7 +21,7 @@ import sysconfig
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 
 import cloudpickle
 import msgpack
@@ -324,27 +325,69 @@ def _dump(pickler: cloudpickle.Pickler, thing: object, what: str, of: object) ->
         ) from None
 
 
-def _captured(thing: object) -> str:
+def _captured(thing: object, seen: dict[int, object] | None = None) -> str:
     """Return what is in the way of a pickle, as the user calls it; nothing where that is not found."""
+    seen = {} if seen is None else seen
+    # A class's methods can have the class, so the way may lead back.
+    seen[id(thing)] = thing
     for label, value in _parts(thing):
-        if not _travels(value):
-            return _captured(value) or f"`{label}`, a {type(value).__name__},"
+        if id(value) not in seen and not _travels(value):
+            inner = _captured(value, seen)
+            if inner:
+                return inner
+            if all(_travels(part) for _, part in _parts(value)):
+                return f"`{label}`, a {type(value).__name__},"
     return ""
 
 
 def _parts(thing: object) -> list[tuple[str, object]]:
-    if isinstance(thing, FunctionType):
-        names = thing.__code__.co_freevars
-        cells = [(name, cell.cell_contents) for name, cell in zip(names, thing.__closure__ or ())]
-        used = [(n, thing.__globals__[n]) for n in thing.__code__.co_names if n in thing.__globals__]
-        return [*cells, *used]
-    if isinstance(thing, Mapping):
-        return [(str(key), value) for key, value in thing.items()]
-    if isinstance(thing, (list, tuple)):
-        return [(f"[{k}]", value) for k, value in enumerate(thing)]
-    if isinstance(thing, (type, ModuleType)) or not hasattr(thing, "__dict__"):
-        return []
-    return [(f"{type(thing).__name__}.{name}", value) for name, value in vars(thing).items()]
+    """Return what travels with something, each with what the user calls it."""
+    match thing:
+        case FunctionType():
+            return _parts_of_function(thing)
+        case MethodType():
+            return [(f"{thing.__qualname__}.__self__", thing.__self__), (thing.__qualname__, thing.__func__)]
+        case functools.partial():
+            args = [(f"partial.args[{k}]", value) for k, value in enumerate(thing.args)]
+            return [("partial.func", thing.func), *args, *thing.keywords.items()]
+        case staticmethod() | classmethod():
+            return [(thing.__qualname__, thing.__func__)]
+        case property():
+            return [(f"property.{name}", getattr(thing, name)) for name in ("fget", "fset", "fdel")]
+        case Mapping():
+            return [(str(key), value) for key, value in thing.items()]
+        case list() | tuple():
+            return [(f"[{k}]", value) for k, value in enumerate(thing)]
+        case type():
+            # What Python makes of itself for a class does not travel, as its slots.
+            own = [(n, v) for n, v in vars(thing).items() if not hasattr(v, "__objclass__")]
+            named = [(f"{thing.__name__}.{name}", value) for name, value in own if name != "_abc_impl"]
+            return [*named, *[(base.__name__, base) for base in thing.__bases__]]
+        case ModuleType():
+            return []
+    kind = type(thing)
+    held = [(f"{kind.__name__}.{name}", value) for name, value in getattr(thing, "__dict__", {}).items()]
+    return [*held, (kind.__name__, kind)]
+
+
+def _parts_of_function(thing: FunctionType) -> list[tuple[str, object]]:
+    cells = [
+        (name, cell.cell_contents)
+        for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or ())
+        # A function that is defined later leaves an empty one.
+        if cell != CellType()
+    ]
+    used = [(n, thing.__globals__[n]) for n in _names(thing.__code__) if n in thing.__globals__]
+    defaults = thing.__defaults__ or ()
+    taken = thing.__code__.co_varnames[: thing.__code__.co_argcount]
+    given = zip(taken[len(taken) - len(defaults) :], defaults)
+    return [*cells, *used, *given, *(thing.__kwdefaults__ or {}).items()]
+
+
+def _names(code: CodeType) -> list[str]:
+    """Return the globals and attributes that code names, with the code inside it."""
+    inner = [name for one in code.co_consts if isinstance(one, CodeType) for name in _names(one)]
+    return [*code.co_names, *inner]
 
 
 def _travels(value: object) -> bool:

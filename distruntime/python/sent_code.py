@@ -31,7 +31,8 @@ STATE = "_distruntime_shipped"
 def install(archive: torch.Tensor, name: str, tops: list[str], digest: str) -> None:
     """Unpack an archive, let its modules be imported before others, and forget what of them was imported."""
     state = sys.modules.setdefault(STATE, ModuleType(STATE))
-    known: dict[str, tuple[str, str]] = state.__dict__.setdefault("known", {})
+    # The processes of `dr.spmd` get these, too.
+    known: dict[str, tuple[str, str, list[str]]] = state.__dict__.setdefault("known", {})
     before = known.get(name)
     # Several sessions may share this process, and data loaders' processes may read the older folder still.
     if before is not None and before[0] == digest:
@@ -43,7 +44,7 @@ def install(archive: torch.Tensor, name: str, tops: list[str], digest: str) -> N
         with suppress(ValueError):
             sys.path.remove(before[1])
     sys.path.insert(0, folder)
-    known[name] = digest, folder
+    known[name] = digest, folder, tops
     for module in [m for m in sys.modules if m.partition(".")[0] in tops]:
         del sys.modules[module]
     importlib.invalidate_caches()
@@ -80,7 +81,7 @@ def versions() -> dict[str, str]:
         if d.metadata["Name"]
     }
     state = sys.modules.get(STATE)
-    for name, (digest, _) in (state.__dict__.get("known", {}) if state is not None else {}).items():
+    for name, (digest, *_) in (state.__dict__.get("known", {}) if state is not None else {}).items():
         found[normal(name)] = shown(digest)
     return {**found, "python": platform.python_version(), "torch": str(torch.__version__)}
 

@@ -5,8 +5,11 @@ This class travels to workers.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Mapping, Sized
 from itertools import islice
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -23,6 +26,8 @@ from torch.utils.data import (
 
 from distruntime.errors import NotSupportedError, UsageError
 
+# A process may die so many seconds before Python knows it.
+_DYING = 0.5
 # A user's dataset and torch's samplers share no type, and neither do a data loader's arguments.
 _Own = Any  # type: ignore[explicit-any]
 
@@ -64,6 +69,8 @@ class Loader:
             self._sample(given, share, left)
         self._loader: DataLoader[object] = DataLoader(given, generator=self._generator, **left)  # type: ignore[arg-type]
         self._batches: Iterator[object] = iter(())
+        # The processes of this epoch.
+        self._processes: list[BaseProcess] = []
 
     def _sample(
         self,
@@ -119,22 +126,47 @@ class Loader:
     def begin(self, epoch: int, first: int) -> None:
         """Begin an epoch at one of its batches."""
         # The epoch before may still have processes.
-        self._batches = iter(())
+        self._batches, self._processes = iter(()), []
         self._generator.manual_seed((self._seed + epoch) & 0x7FFFFFFFFFFFFFFF)
         for sampler in self._epochs:
             sampler.set_epoch(epoch)
         if self._from is not None:
             self._from.first = first
-            self._batches = iter(self._loader)
-        else:
-            self._batches = islice(iter(self._loader), first, None)
+        batches = iter(self._loader)
+        self._processes = getattr(batches, "_workers", [])
+        self._batches = batches if self._from is not None else islice(batches, first, None)
 
     def next(self) -> object:
         """Return the next batch on the device, in a tuple, or () at the end."""
-        for batch in self._batches:
-            return (_on(batch, self._device),)
+        try:
+            for batch in self._batches:
+                return (_on(batch, self._device),)
+        # A process that dies while a batch is read of it shows in any of these, as torch may look too early.
+        except (EOFError, OSError, RuntimeError) as error:
+            self._explain(error)
+            raise
         self._batches = iter(())
         return ()
+
+    def _explain(self, error: Exception) -> None:
+        """Raise how a process of the loader has ended, if one has."""
+        wait([one.sentinel for one in self._processes], _DYING)
+        ended = [one for one in self._processes if one.exitcode]
+        if not ended:
+            return
+        # Who asks for the next batch would wait until torch looks again.
+        self._batches, self._processes = iter(()), []
+        raise RuntimeError(
+            f"DataLoader worker (pid(s) {', '.join(str(one.pid) for one in ended)}) exited unexpectedly: "
+            f"this process of the node {_end_of(ended[0].exitcode or 0)}"
+        ) from error
+
+
+def _end_of(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "was killed (SIGKILL), as what takes too much memory is: take fewer, or smaller batches"
+    how = f"exited with code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+    return f"{how}: num_workers=0 makes the batches in the worker itself, which tells of the line"
 
 
 class _Iterating(IterableDataset[object]):

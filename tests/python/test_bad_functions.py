@@ -5,6 +5,7 @@ goes on.
 from __future__ import annotations
 
 import ctypes
+import functools
 import multiprocessing
 import os
 import subprocess
@@ -13,7 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -55,6 +56,79 @@ def test_a_function_that_cannot_be_pickled_names_what_it_captures() -> None:
         dr.remote(lambda: held)()
     with pytest.raises(dr.UsageError, match=r"an argument cannot travel to a worker: .*a lock, cannot"):
         dr.remote(len)([lock])
+
+
+LOCK = threading.Lock()
+
+
+class Locked:
+    """Travels with its body, as what a test defines does."""
+
+    shared: ClassVar = {"lock": LOCK}
+
+    def __init__(self, own: object = None) -> None:
+        super().__init__()
+        self.own = own
+
+    def method(self) -> None:
+        pass
+
+    @classmethod
+    def of_class(cls) -> None:
+        pass
+
+
+class Plain:
+    def __init__(self, own: object) -> None:
+        super().__init__()
+        self.own = own
+
+    def method(self) -> None:
+        pass
+
+
+class Uses:
+    def __init__(self) -> None:
+        super().__init__()
+
+    @staticmethod
+    def method() -> object:
+        return [LOCK for _ in range(2)]
+
+
+def by_default(x: int, held: object = LOCK) -> None:
+    pass
+
+
+def by_keyword(x: int, *, held: object = LOCK) -> None:
+    pass
+
+
+def calls_itself(x: int) -> object:
+    return calls_itself(x - 1) if x else LOCK
+
+
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        (by_default, "held"),
+        (by_keyword, "held"),
+        (calls_itself, "LOCK"),
+        (Plain(LOCK).method, "Plain.own"),
+        (functools.partial(len, [LOCK]), r"\[0\]"),
+        (functools.partial(len, LOCK), r"partial.args\[0\]"),
+        (functools.partial(print, end=LOCK), "end"),
+        (functools.partial(by_default), "held"),
+        (Locked, "lock"),
+        (Locked.of_class, "lock"),
+        (Uses, "LOCK"),
+        (lambda: Uses(), "LOCK"),
+        (lambda: [LOCK for _ in range(2)], "LOCK"),
+    ],
+)
+def test_whatever_captures_what_cannot_be_pickled_is_followed(function: Any, named: str) -> None:
+    with pytest.raises(dr.UsageError, match=rf"`{named}`, a lock, cannot be pickled"):
+        dr.remote(function)(1)
 
 
 def test_a_result_that_cannot_be_pickled_stays_there() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,19 @@ class Numbers(Dataset[Any]):
         if k == self.broken:
             raise ValueError(f"item {k} is broken")
         return {"x": torch.full((2,), float(k)), "rest": (k, os.getpid())}
+
+
+class Ending(Numbers):
+    """The process that makes its sixth item ends."""
+
+    def __init__(self, end: Callable[[], object]) -> None:
+        super().__init__()
+        self.end = end
+
+    def __getitem__(self, k: int) -> dict[str, Any]:
+        if k == 5:
+            self.end()
+        return super().__getitem__(k)
 
 
 class Counting(IterableDataset[Any]):
@@ -97,6 +111,19 @@ def test_processes_of_the_worker_make_the_batches(session: object) -> None:
     pids = {int(pid) for batch in batches for pid in batch["rest"][1].tolist()}
     own = dr.fetch(dr.remote(os.getpid)(node=1))
     assert len(pids) == 2 and own not in pids
+
+
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), r"killed \(SIGKILL\), as what takes too much"),
+        (lambda: os._exit(3), "exited with code 3: num_workers=0"),
+    ],
+)
+def test_a_process_that_ends_is_told_of(session: object, end: Callable[[], object], how: str) -> None:
+    loader = dr.data_loader(Ending(end), node=1, batch_size=2, num_workers=1)
+    with pytest.raises(RuntimeError, match=rf"pid\(s\) \d+\) exited unexpectedly: .*{how}"):
+        list(loader)
 
 
 def test_each_epoch_has_its_order_and_the_seed_decides_about_it(session: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -91,6 +92,22 @@ def test_a_worker_that_comes_later_gets_it_too(
     dr.ship(package[1])
     dr.restart(1, force=True)
     assert dr.fetch(dr.remote(imported)(package[1], node=1)) == 1
+
+
+def test_the_members_of_a_mesh_import_it_too(mesh: dr.DeviceMesh, package: tuple[Path, str]) -> None:
+    folder, name = package
+    call = dr.spmd(mesh, imported, returns=object)
+    with pytest.raises(ModuleNotFoundError, match=rf'send it, dr\.ship\("{name}"\).* \(rank [01]\)'):
+        dr.fetch(call(name))
+    before = dr.fetch(dr.spmd(mesh, os.getpid)())
+    dr.ship(name)
+    assert dr.fetch(call(name)) == [1, 1]
+    by_name = dr.spmd(mesh, importlib.import_module(name).answer, returns=object)
+    assert dr.fetch(by_name()) == [1, 1]
+    (folder / "inner.py").write_text("def answer():\n    return 22\n")
+    dr.ship(name)
+    assert dr.fetch([call(name), by_name()]) == [[22, 22], [22, 22]]
+    assert dr.fetch(dr.spmd(mesh, os.getpid)()) == before
 
 
 class Named:

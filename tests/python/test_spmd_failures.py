@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pdb
 import resource
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -58,6 +61,46 @@ def test_a_member_that_exits_ends_the_call(mesh: dr.DeviceMesh, capfd: pytest.Ca
     assert works(mesh)
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_does_not_answer_as_the_rank(mesh: dr.DeviceMesh, capfd: pytest.CaptureFixture[str]) -> None:
+    said = list[str]()
+
+    def forks(end: str) -> tuple[int, int]:
+        pid = os.fork()
+        if pid == 0:
+            print("from the child")
+            if end == "raises":
+                raise ValueError("in the child")
+            if end == "exits":
+                sys.exit(7)
+            return os.getpid(), -1
+        return os.getpid(), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    before = dr.fetch(dr.spmd(mesh, os.getpid)())
+    for end, code in ("returns", 0), ("raises", 1), ("exits", 7):
+        assert dr.fetch(dr.spmd(mesh, forks, returns=(object, object))(end)) == (before, [code, code])
+    assert dr.fetch(dr.spmd(mesh, os.getpid)()) == before
+    until(lambda: "ValueError: in the child" in (said.append(capfd.readouterr().out) or "".join(said)))
+    assert "[rank 1] from the child" in "".join(said)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_that_outlives_its_rank_does_not_hide_the_end(mesh: dr.DeviceMesh, tmp_path: Path) -> None:
+    def leaves_a_child(folder: Path) -> None:
+        if dist.get_rank() == 1:
+            pid = os.fork()
+            if pid == 0:
+                time.sleep(200)
+            (folder / "child").write_text(str(pid))
+            os._exit(3)
+        dist.barrier()
+
+    with pytest.raises(RuntimeError, match="rank 1 exited with code 3"):
+        dr.fetch(dr.spmd(mesh, leaves_a_child, returns=object)(tmp_path))
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    assert works(mesh)
+
+
 def test_one_that_never_returns_has_a_timeout(mesh: dr.DeviceMesh) -> None:
     @dr.spmd(mesh, returns=object, timeout=1.0)
     def hangs() -> None:
@@ -68,6 +111,28 @@ def test_one_that_never_returns_has_a_timeout(mesh: dr.DeviceMesh) -> None:
     with pytest.raises(dr.WaitTimeout, match="did not return within its timeout"):
         dr.fetch(hangs())
     assert works(mesh)
+
+
+@pytest.mark.parametrize("stop", [lambda: breakpoint(), lambda: pdb.set_trace()])
+def test_a_breakpoint_says_that_it_opens_no_prompt(mesh: dr.DeviceMesh, stop: Any) -> None:
+    with pytest.raises(dr.NotSupportedError, match=r"opens no prompt .* dr\.remote, where it opens one"):
+        dr.fetch(dr.spmd(mesh, stop, returns=object)())
+    assert works(mesh)
+
+
+class Holds:
+    """Holds what cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def test_a_result_that_cannot_be_pickled_stays_there(mesh: dr.DeviceMesh) -> None:
+    held = dr.spmd(mesh, lambda: Holds())()
+    wanted = r"^Holds cannot be pickled, so it stays in its member.s process: .*lock.* Pass it to a function"
+    with pytest.raises(dr.UsageError, match=wanted):
+        dr.fetch(held)
+    assert dr.fetch(dr.spmd(mesh, lambda x: x.lock.locked(), returns=object)(held)) == [False, False]
 
 
 def test_objects_of_ended_processes_say_so(mesh: dr.DeviceMesh) -> None:

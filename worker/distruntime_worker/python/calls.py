@@ -269,6 +269,9 @@ class Calls:
         file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
         try:
             _Pickler(file, buffers).dump(_value(held))
+        except UsageError:
+            # What stands for an object in a member's process says what is wrong.
+            raise
         except Exception as error:
             # Any class of the user's may raise anything while it is pickled.
             raise UsageError(

@@ -10,23 +10,28 @@ import ctypes
 import io
 import linecache
 import os
+import pdb
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import cloudpickle
 import torch
 import torch.distributed
 
-from distruntime.errors import ProtocolError
+from distruntime.errors import NotSupportedError, ProtocolError, UsageError
 
 from ..values.objects import class_name
+from ..values.step import Operator
+from .forked import end_child
 from .handing import Device, Incoming, Outgoing, Shared, Stays, receive, written
-from .skeleton import arguments, load
+from .shipped import Package, follow
+from .skeleton import arguments, load, missing
 
 _SET_PARENT_DEATH_SIGNAL = 1
 if torch.distributed.is_available():
@@ -78,6 +83,7 @@ class Run:
     wants: list[Wants | None]
     grad: bool
     dropped: list[int]
+    shipped: dict[str, Package]
 
 
 @dataclass(frozen=True)
@@ -119,11 +125,14 @@ class Member:
         self._device = torch.device("cpu")
         self._code: dict[bytes, object] = {}
         self._kept: dict[int, object] = {}
+        self._shipped: dict[str, Package] = {}
         self._rank = {name: os.environ[name] for name in _RANK}
         self._next = 0
 
     def serve(self) -> None:
         """Do what the worker asks for until it closes the socket."""
+        # A child that outlives the rank would keep the socket open, and hide that the rank has ended.
+        os.register_at_fork(after_in_child=self._link.close)
         while (incoming := receive(self._link)) is not None:
             out = Outgoing()
             try:
@@ -147,7 +156,7 @@ class Member:
             case Run() as run:
                 return Done(self._run(run, incoming, out), torch.distributed.is_initialized())
             case Pickle(number):
-                return Done(cloudpickle.dumps(self._kept[number], protocol=5))
+                return Done(_pickled(self._kept[number]))
         raise RuntimeError(f"a worker sent {incoming.message!r:.60}")
 
     def _begin(self, begin: Begin) -> None:
@@ -173,6 +182,11 @@ class Member:
     def _run(self, run: Run, incoming: Incoming, out: Outgoing) -> object:
         for number in run.dropped:
             self._kept.pop(number, None)
+        if run.shipped != self._shipped:
+            follow(self._shipped, run.shipped)
+            self._shipped = run.shipped
+            # Code that is here has what it imported before.
+            self._code.clear()
         operands = [self._operand(operand, incoming) for operand in run.operands]
         memories = {x.untyped_storage()._cdata for x in operands if isinstance(x, torch.Tensor)}
         leaves = self._leaves(operands, run.wants)
@@ -181,12 +195,7 @@ class Member:
         os.environ.update(self._rank)
         args, kwargs = arguments(run.pickled, operands, self._real)
         with torch.set_grad_enabled(run.grad):
-            try:
-                result = function(*args, **kwargs)  # type: ignore[operator]
-            except SystemExit as error:
-                raise RuntimeError(
-                    f"{run.name} called sys.exit({error.code!r}), and the member goes on: return, or raise"
-                ) from error
+            result = _called(run.name, function, args, kwargs)  # type: ignore[arg-type]
         with torch.no_grad():
             for leaf, gradient in leaves:
                 if leaf.grad is None:
@@ -250,6 +259,38 @@ class Member:
         return Stays(self._next, type(value).__name__)
 
 
+def _called(name: str, function: Operator, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """Call a user's function. It may raise anything."""
+    own = os.getpid()
+    try:
+        try:
+            return function(*args, **kwargs)
+        finally:
+            # A process that the function has forked would answer as the rank.
+            if os.getpid() != own:
+                end_child()
+    except SystemExit as error:
+        raise RuntimeError(
+            f"{name} called sys.exit({error.code!r}), and the member goes on: return, or raise"
+        ) from error
+    except ModuleNotFoundError as error:
+        # It stays the same error, as of a function of `dr.remote`.
+        error.msg = missing(error)
+        raise
+
+
+def _pickled(value: object) -> bytes:
+    try:
+        data: bytes = cloudpickle.dumps(value, protocol=5)
+        return data
+    # Any class of the user's may raise anything while it is pickled.
+    except Exception as error:
+        raise UsageError(
+            f"{type(value).__name__} cannot be pickled, so it stays in its member's process: "
+            f"{type(error).__name__}: {error}. Pass it to a function of dr.spmd, and return what you want"
+        ) from error
+
+
 def _raised(error: BaseException) -> Raised:
     """Return an error as it travels: without the frames of this process's own code."""
     ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -259,6 +300,13 @@ def _raised(error: BaseException) -> Raised:
     file = io.StringIO()
     traceback.print_exception(type(error), error, tb or error.__traceback__, file=file)
     return Raised(class_name(type(error)), str(error), file.getvalue())
+
+
+def _refuse_prompt(*args: object, **kwargs: object) -> NoReturn:
+    raise NotSupportedError(
+        "breakpoint() opens no prompt in a function of dr.spmd: call what you look at with dr.remote, where "
+        "it opens one, or print"
+    )
 
 
 def main(_: Sequence[str]) -> int:
@@ -271,6 +319,8 @@ def main(_: Sequence[str]) -> int:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo") if os.environ["MASTER_ADDR"] == "127.0.0.1" else None
+    # Its standard input is nobody's, and Python's own debugger would end the function there.
+    sys.breakpointhook = pdb.set_trace = _refuse_prompt
     Member(link).serve()
     sys.stdout.flush()
     # Threads of gloo and NCCL need not be taken apart.

@@ -36,6 +36,7 @@ from .kept import Kept, Results
 from .member import Begin, Done, Object, Pickle, Raised, Run, Wants
 from .outcomes import Check, Outcomes, error_of
 from .running import here
+from .shipped import Package, shipped
 
 # So many seconds lie between looks at what the other workers say, and at what ends the call here.
 _LOOK = 0.05
@@ -82,6 +83,7 @@ class Members:
         # It is True once a function has ended the group that the members were in.
         self._ungrouped = False
         self._sent: set[bytes] = set()
+        self._shipped: dict[str, Package] = {}
         # The numbers of objects in the members' processes that nobody here has any more.
         self.dropped: list[list[tuple[int, int]]] = [[] for _ in ranks]
         self._outcomes = Outcomes(nodes)
@@ -251,13 +253,16 @@ class Members:
         wants: list[Wants | None],
         grad: bool,
     ) -> None:
+        if (packages := shipped()) != self._shipped:
+            self._shipped = packages
+            self._sent.clear()
         body = b"" if digest in self._sent else bytes(code.numpy())
         for lane, child in enumerate(self._children):
             out = Outgoing()
             shown = [self._shown(value, lane, out) for value in operands[lane]]
             dropped, self.dropped[lane][:] = [*self.dropped[lane]], []
             gone = [number for generation, number in dropped if generation == self._generation]
-            self._send(child, out, Run(name, digest, body, pickled, shown, wants, grad, gone))
+            self._send(child, out, Run(name, digest, body, pickled, shown, wants, grad, gone, packages))
         self._sent.add(digest)
 
     def _shown(self, value: object, lane: int, out: Outgoing) -> object:

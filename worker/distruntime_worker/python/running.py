@@ -16,7 +16,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
@@ -26,6 +25,7 @@ from distruntime.errors import NodeFailed, RemoteError, StreamCancelled
 from distruntime.wire.messages import Goodbye, Message, Printed, Typed, Warned
 
 from .alarms import Alarm, alarms
+from .forked import end_child
 
 log = logging.getLogger("distruntime.worker")
 
@@ -237,7 +237,7 @@ class Running:
     def finish(self) -> None:
         """Note that the call is over. An interrupt may strike in here: then call it again."""
         if _forked[0]:
-            _end_child()
+            end_child()
         with self.around.gate:
             self.over = True
             if self.why is not None:
@@ -432,20 +432,6 @@ def _in_child() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     _running.clear()
     _sessions.clear()
-
-
-def _end_child() -> NoReturn:
-    """End a process that a function has forked, where it would go on as the worker."""
-    error = sys.exc_info()[1]
-    code = 0
-    if isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    elif error is not None:
-        traceback.print_exception(error)
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    _exit(code)
 
 
 def _told_exit(status: int) -> NoReturn:

@@ -173,11 +173,14 @@ class Order:
             storage.order = Use(stream, {})
         for handle in fresh:
             handle.born = born
+            known = handle.storage.order
             if stream:
                 makers[handle.ref] = stream
-                # The storage of an operand has been used above.
-                if handle.storage.order is None:
+                if known is None:
                     handle.storage.order = Use(stream, {})
+            # It is another name of memory that is there. A write that fails must find it, to poison it too.
+            if known is not None:
+                known.readers[stream] = end
         if not fresh and not written:
             self.checked[stream] = end
         if len(node.words) > node.enough:
@@ -186,6 +189,12 @@ class Order:
 
     def _stray(self) -> None:
         self._strays = self.last[0] = self.node.base + len(self.node.words)
+
+    def find(self, storage: Memory, stream: int) -> None:
+        """Let a stream that is to give memory another name come after the last write there."""
+        use = storage.order or self._use(storage)
+        if self.implicit:
+            self.wait(stream, use.writer, storage.written)
 
     def _use(self, storage: Memory) -> Use:
         use: Use | None = storage.order

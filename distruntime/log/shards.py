@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..errors import InternalError
 from ..wire.messages import GIVE, TAKE
 from .handle import Handle, Residence, Storage, next_ref
-from .issue import Between, covered, issue_joint
+from .issue import Between, covered, issue_joint, stream_at
 from .line import Line, user_line
 from .mesh_log import MeshLog
 from .spec import NO_TENSOR
@@ -41,6 +41,8 @@ def member_of(handle: Handle, k: int, line: Line | None = None) -> Handle:
     taken = Handle(next_ref(), handle.spec, place, _part(mesh_log, handle.storage, k))
     with node.lock:
         given = (handle.storage.given or {}).get(node)
+        if node.order is not None:
+            node.order.find(taken.storage, stream_at(place))
         issue_joint([TAKE, handle.ref, lane, taken.ref], [taken], (), (), [place], given, line)
     return taken
 

@@ -5,7 +5,7 @@ still.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import pytest
 import torch
@@ -152,6 +152,30 @@ def test_shards_that_one_stream_puts_together_and_another_takes(mesh: Mesh) -> N
         with pytest.raises(dr.WaitTimeout):
             dr.fetch(member, 0.1)
     assert member.tolist() == [3.0] and found(whole) == [[3.0], *[[4.0]] * (mesh.size() - 1)]
+
+
+@pytest.mark.parametrize("where", [(None, 0, 1), (0, None, 1), (None, None, 0)], ids=str)
+def test_a_write_that_fails_spoils_names_that_other_streams_have_made(
+    mesh: Mesh, where: tuple[int | None, ...]
+) -> None:
+    """A name that came while the failure was spread kept its value, in one of ten."""
+    place = mesh.places[0]
+    streams = [dr.Stream(place), dr.Stream(place)]
+
+    def on(k: int | None) -> AbstractContextManager[object]:
+        return nullcontext() if k is None else dr.stream(streams[k])
+
+    for _ in range(60):
+        whole = torch.ones(5, device=mesh.device)
+        with on(where[0]):
+            one = whole.member(0)  # type: ignore[attr-defined]
+        with on(where[1]):
+            other = whole.member(0)  # type: ignore[attr-defined]
+        with on(where[2]):
+            one.index_fill_(0, torch.tensor([8], device=place), 1)
+        for name in (one, other, whole.member(0)):  # type: ignore[attr-defined]
+            with pytest.raises(IndexError):
+                name.cpu()
 
 
 def test_a_collective_of_a_cancelled_stream_is_spoilt_everywhere(mesh: Mesh) -> None:

@@ -30,7 +30,18 @@ from ..session.session import session_of_log
 from ..session.stalls import before_wait, note_wait
 from ..tensors.tensor import DistributedTensor
 from ..wire.codec import OPERAND, pack_constant, unpack_constant
-from .callee import Callee, Options, Signature, kinds_of, place_of, recall, remember, signatures, upload_bytes
+from .callee import (
+    Callee,
+    Options,
+    Signature,
+    kinds_of,
+    place_of,
+    recall,
+    remember,
+    require_python,
+    signatures,
+    upload_bytes,
+)
 from .pickling import Given, Operand, pack
 from .results import joined, recorded, tensor_proxies
 from .structure import (
@@ -171,6 +182,9 @@ class Call:
         self.callee, self.options, self.home, self.line = callee, options, home, line
         self.node: Log = home.node
         self.pickled = pickled
+        # A pickle begins with this byte, and msgpack with others.
+        if pickled[:1] == b"\x80":
+            require_python(home.node, f"an argument of {callee.name}", pickled)
         self.operands = operands
         self.handles = [
             o._handle if isinstance(o, (DistributedTensor, Operand)) else upload(o, home, stay_on_cpu=True)

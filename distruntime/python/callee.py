@@ -7,16 +7,19 @@ tensors, and the numbers that were given, until numbers have shown that they do 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgpack
 import torch
 
-from ..errors import PlacementError
+from ..errors import ConfigurationError, PlacementError
 from ..log.handle import Handle, Residence, new_value
 from ..log.issue import issue
 from ..log.line import Line
+from ..log.log import Log
+from ..log.mesh_log import workers_of
 from ..log.spec import NO_TENSOR
 from ..operators.transfer import upload
 from ..session.session import active_session
@@ -33,6 +36,9 @@ _MOST_CALLEES, _MOST_CHILDREN = 4096, 1024
 _ALIKE = 3
 # So many signatures are known of a place. Arguments that are pickled may be others at each call.
 _MOST_KNOWN = 1 << 16
+# Cloudpickle makes the body of a function by this name. A body is for one such version of Python only.
+_CODE = b"CodeType"
+_PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}."
 _PLAIN = {int, float, str, bool, bytes, type(None)}
 
 # The user's own functions: no type says what they take.
@@ -122,6 +128,7 @@ class Code:
         known, digest = home.node.code, self.digest
         found = known.pop(digest, None)
         if found is None:
+            require_python(home.node, self.name, self._pickled)
             for prepare in before_code:
                 prepare(home)
             sent = upload_bytes(self._pickled, home)
@@ -141,6 +148,18 @@ class Code:
 _callees: dict[bytes, Callee] = {}
 # These are called before code goes to a worker that does not have it: see `ship`.
 before_code: list[Callable[[Residence], None]] = []
+
+
+def require_python(there: Log, name: str, *pickled: bytes) -> None:
+    """Raise `ConfigurationError` where code would travel to a worker that runs another version of Python."""
+    for node in workers_of(there):
+        if not node.welcome.python.startswith(_PYTHON) and any(_CODE in one for one in pickled):
+            other = ".".join(node.welcome.python.split(".")[:2])
+            raise ConfigurationError(
+                f"{name} cannot travel to {node}, which runs Python {other} and not {_PYTHON[:-1]} as here: "
+                "code of one version does not run in another. Run one version on all nodes, or call what is "
+                "installed there: a function of a package travels by its name"
+            )
 
 
 def upload_bytes(data: bytes, home: Residence) -> Handle:

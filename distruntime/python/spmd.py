@@ -40,7 +40,7 @@ from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
 from ..tensors.trees import joined
 from .call import invoke
-from .callee import Callee, Options, upload_bytes
+from .callee import Callee, Options, require_python, upload_bytes
 from .objects import RemoteObject
 from .pickling import Operand, pack, pack_code
 
@@ -146,6 +146,7 @@ class _Team:
         """Issue a call; return its result. Block where only the workers can tell what it is."""
         session_of_log(self.log).require_open()
         packed, given = pack(args, kwargs)
+        require_python(self.log, name, code, packed)
         operands, wants = self._operands(name, given)
         callee = self._callee_of(name, digest, packed, operands, wants)
         # Workers would wait for each other if another thread issued a call or a collective between two parts.

@@ -5,6 +5,7 @@ goes on.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import multiprocessing
 import os
@@ -149,6 +150,23 @@ def test_a_module_that_is_missing_there_is_named(tmp_path: Path, monkeypatch: py
     with pytest.raises(dr.RemoteError, match="the module 'only_here' is not installed on this worker"):
         dr.fetch(dr.remote(only_here.f)(node=1))
     sys.modules.pop("only_here")
+
+
+def test_code_does_not_travel_to_another_version_of_python(
+    session: Any, mesh: dr.DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = session.nodes[1]
+    monkeypatch.setattr(node, "welcome", dataclasses.replace(node.welcome, python="3.99.1"))
+    wanted = r"cannot travel to node 1 .*, which runs Python 3\.99 and not 3\.\d+ as here: .*Run one version"
+    with pytest.raises(dr.ConfigurationError, match=r"test_code_.*<lambda> " + wanted):
+        dr.remote(lambda: 1)(node=1)
+    with pytest.raises(dr.ConfigurationError, match="an argument of map " + wanted):
+        dr.remote(map)(lambda x: x, [1], node=1)
+    with pytest.raises(dr.ConfigurationError, match=r"<lambda> " + wanted):
+        dr.spmd(mesh, lambda: 1)()
+    # What travels by its name is what that Python has.
+    assert dr.fetch(dr.remote(sorted)({3, 1}, node=1)) == [1, 3]
+    assert dr.fetch(dr.remote(lambda: 1)(node=0)) == 1
 
 
 # -- what it raises ------------------------------------------------------------------------------------------

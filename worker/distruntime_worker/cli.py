@@ -349,6 +349,6 @@ def _names(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:
         raise argparse.ArgumentTypeError(
-            f"got {text!r}, expected names of devices, as cpu,cuda:0. Leave --devices out to offer all"
+            f"got {text!r}, expected names of devices with commas between. Leave --devices out to offer all"
         )
     return names

@@ -17,6 +17,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE
+from distruntime.programs import watch
 
 scale = 2.0
 counted = [0]
@@ -327,6 +328,7 @@ def test_another_thread_draws_meanwhile(x: torch.Tensor) -> None:
         beside.join()
     assert program.replays == 0
     assert "random drew random numbers meanwhile, here or in another thread" in program.why
+    assert "draw on the worker" in program.why
 
 
 def test_a_second_program_over_the_same_model(x: torch.Tensor) -> None:
@@ -412,8 +414,12 @@ REFUSED: dict[str, tuple[Callable[[], Callable[[torch.Tensor], Any]], str, str]]
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_no_replay_can_do_is_refused_with_the_line_and_a_remedy(x: torch.Tensor, name: str) -> None:
+def test_what_no_replay_can_do_is_refused_with_the_line_and_a_remedy(
+    x: torch.Tensor, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make, what, remedy = REFUSED[name]
+    # Beside other threads a draw is not refused, and pytest may have some.
+    monkeypatch.setattr(watch, "_others", lambda: False)
     box.n, box.w, box.losses = 0, None, []
     program = dr.program(make())
     with pytest.raises(dr.UsageError) as caught:

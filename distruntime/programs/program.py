@@ -211,8 +211,8 @@ class Program(Generic[P, R]):
             recording = record(tapes, notes, names, first, current)
             if drawn:
                 recording.unfit = self.why = (
-                    f"{drawn} drew random numbers meanwhile, here or in another thread, and replays draw none: "
-                    "draw on the worker, torch.rand(..., device=x.device), or before, and pass the numbers"
+                    f"{drawn} drew random numbers meanwhile, here or in another thread. A replay draws "
+                    "none: either draw on the worker, torch.rand(..., device=x.device), or pass the numbers"
                 )
             after = Reach(roots)
             if not first:

@@ -67,7 +67,8 @@ class Plan:
         free = frozenset(path for number in numbers for form in number.forms for path in form.paths)
         by_ref = {tensor._handle.ref: tensor for tensor in paths.values()}
         renewed = [by_ref[ref] for ref in kept]
-        alone: dict[str, object] = {path: t for path, t in paths.items() if any(t is one for one in renewed)}
+        mine = set(map(id, renewed))
+        alone: dict[str, object] = {path: tensor for path, tensor in paths.items() if id(tensor) in mine}
         self.guards = Guards(found.after, {**alone, **found.replaced}, free - found.floats.keys())
         self.kinds = found.kinds
         self.carried = Carried(found.after, renewed, found.kinds)

@@ -35,6 +35,8 @@ BATCH = 4000
 # each time took 1.9 times as long as a local one with 160 words here, as the worker got its last third when
 # the read came, and 1.7 times with 64. A step that reads nothing took the same (2 cores, 2026-11).
 FIRST_BATCH = 64
+# So many words of calls wait for the fetch of their results, where nothing is in flight: see `await_fetch`.
+AWAITING = 32
 # So many words may be in flight, some 60,000 instructions: at 100,000 a second enough for a round trip of
 # half a second.
 WINDOW = 1 << 18
@@ -341,6 +343,18 @@ class Log(ABC):
             self.flush()
             self.tapes.remove(tape)
             self._look_at_window()
+
+    def await_fetch(self) -> None:
+        """Let the words that come next wait for a fetch of what they make, which most often follows at once.
+
+        One segment then takes both, which is 0.82 of the time of two. The pump sends them if nothing follows.
+        Call under `lock`.
+        """
+        session = self.session
+        if self.enough == 0 and self.active and not self.tapes:
+            self.enough = AWAITING
+            if session.parked[0]:
+                session.stir()
 
     def weigh(self, words: int) -> None:
         """Let the next instruction count as so many words. Call under `lock`."""

@@ -135,6 +135,8 @@ def _again(callee: Callee, entry: Entry, used: list[Handle], place: Residence, k
             for taken in place.memories.values():
                 taken.written = end
         node.line_table.append(born)
+        if spec is None and node.enough == 0:
+            node.await_fetch()
         if len(node.words) > node.enough:
             node.flush()
     return keep(handle, callee) if spec is None else wrap(DistributedTensor, handle)
@@ -342,6 +344,8 @@ class Call:
             recorded = new_value(NO_TENSOR, self.home) if tape else None
             made = fresh if recorded is None else [*fresh, recorded]
             words += [handle.ref for handle in made]
+            if single:
+                self.node.await_fetch()
             issue(
                 words,
                 made,

@@ -6,6 +6,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import distruntime as dr
 from agree import REMOTE
 from distruntime.session.session import active_session
+from processes import until
 
 pytestmark = pytest.mark.usefixtures("session")
 
@@ -46,6 +48,39 @@ def test_a_known_call_is_one_instruction_and_does_not_wait(pair: tuple[Any, Any]
     # The words are a template, the function, its plain arguments, two operands and a result.
     assert node.base + len(node.words) - before == 6
     assert kept.sum().item() == 36.0
+
+
+def test_a_call_and_the_fetch_of_its_object_are_one_segment(pair: tuple[Any, Any]) -> None:
+    """Plain arguments and proxies take two ways here."""
+    plain: Any = dr.remote(pow, node=0)
+    proxies: Any = dr.remote(smallest, node=0)
+    node = active_session().nodes[0]
+    for f, args in ((plain, (7, 2)), (proxies, pair[:1])):
+        for _ in range(2):
+            dr.fetch(f(*args))
+        dr.synchronize()
+        until(lambda: not node.flights and not node.words)
+        # The pump sends nothing in between.
+        with node.lock:
+            before = node.outlet.seq
+            kept = f(*args)
+            assert node.outlet.seq == before, "the call waits for what follows"
+            future = dr.fetch_async(kept)
+            assert node.outlet.seq == before + 1
+        assert future.result() in (49, 0.0)
+
+
+def smallest(x: Any) -> float:
+    return float(x.min())
+
+
+def test_a_call_that_nobody_fetches_runs_at_once(tmp_path: Path) -> None:
+    mark: Any = dr.remote(Path.touch)
+    mark(tmp_path / "first", node=0)
+    node = active_session().nodes[0]
+    until(lambda: not node.flights and not node.words)
+    mark(tmp_path / "second", node=0)
+    until((tmp_path / "second").exists)
 
 
 @contextmanager

@@ -128,22 +128,33 @@ class Node(Log):
                     self.order.checked[0] = self.order.last[0]
                 self.overtaken = False
 
-    def carry(self, part: Flight) -> int:
+    def carry(
+        self,
+        mesh: Log,
+        line_table: list[Line],
+        releases: list[Callable[[], None]],
+        parts: dict[tuple[int, int, int], Flight],
+    ) -> int:
         """Note that this worker gets a copy of a mesh's segment, as a segment of its own without words.
 
-        Return its number here, or 0 if the worker is lost. Call under `lock`, while the mesh's log is active.
+        Return its number here, or 0 if the worker is lost. `parts` has those of the same segment, which
+        workers share where they have the same numbers. Call under `lock`, while the mesh's log is active.
         """
         if self.failed is not None:
             # It may have been lost just now: a finalizer that reads may run between two workers.
-            for release in part.releases:
+            for release in releases:
                 release()
             return 0
         outlet = self.outlet
-        outlet.seq += 1
-        part.seq, part.end, part.checks = outlet.seq, self.base, self.checks.last
+        seq = outlet.seq + 1
+        key = seq, self.base, self.checks.last
+        part = parts.get(key)
+        if part is None:
+            part = parts[key] = Flight(seq, mesh, line_table, 0, self.base, 0, self.checks.last, releases)
+        outlet.seq = seq
         self.flights.append(part)
         self.overtaken = True
-        return outlet.seq
+        return seq
 
     # -- what comes back -------------------------------------------------------------------------------------
 

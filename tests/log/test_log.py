@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 import distruntime as dr
 from distruntime.log.checks import Checks
 from distruntime.log.ledger import Cause, Ledger
-from distruntime.log.log import Flight, Log
+from distruntime.log.log import Log
 from distruntime.log.mesh_log import MeshLog
 from distruntime.log.node import Node
 from distruntime.log.templates import Templates
@@ -125,8 +126,8 @@ def test_a_worker_that_is_lost_while_its_mesh_sends_is_waited_for_no_more(
     until(lambda: not log.flights)
     carry = Node.carry
 
-    def lossy(self: Node, part: Flight) -> int:
-        number = carry(self, part)
+    def lossy(self: Node, *about: Any) -> int:
+        number = carry(self, *about)
         if self.index == 0:
             session.lose(session.nodes[1], "is lost, for a test")
         return number

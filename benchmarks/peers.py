@@ -449,11 +449,16 @@ def _middle(found: Sequence[dict[str, float | str]], row: Row) -> float | str:
     return str(cells[0]) if cells else ""
 
 
+def _figure(value: float) -> str:
+    """Return three digits of a figure, with no exponent."""
+    return f"{value:.3g}" if value < 1000 else f"{float(f'{value:.3g}'):,.0f}"
+
+
 def _table(cells: dict[str, dict[Row, float | str]]) -> str:
     def shown(row: Row, value: float | str) -> str:
         if isinstance(value, str):
             return "fails" if value else ""
-        return f"{value * row.scale:.3g} {row.unit}"
+        return f"{_figure(value * row.scale)} {row.unit}"
 
     lines = ["| | " + " | ".join(cells) + " |", "|---" * (len(cells) + 1) + "|"]
     for row in ROWS:
@@ -467,13 +472,13 @@ def _draw(cells: dict[str, dict[Row, float | str]], file: Path, caption: str) ->
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(ROWS), figsize=(3 * len(ROWS), 3.2), layout="constrained")
-    for axis, row in zip(axes, ROWS):
+    figure, axes = pyplot.subplots(2, (len(ROWS) + 1) // 2, figsize=(10, 5.2), layout="constrained")
+    for axis, row in zip(axes.flat, ROWS):
         bars = {name: by[row] for name, by in cells.items() if isinstance(by[row], float)}
         names, values = [*reversed(bars)], [float(bars[name]) * row.scale for name in reversed(bars)]
         colors = ["#d1495b" if name in ("distruntime", "as a program") else "#8d99ae" for name in names]
         drawn = axis.barh(names, values, color=colors)
-        axis.bar_label(drawn, [f"{value:.3g}" for value in values], padding=3, fontsize=8)
+        axis.bar_label(drawn, [*map(_figure, values)], padding=3, fontsize=8)
         axis.set(xscale="log", title=row.name, xlabel=row.unit)
         axis.set_xlim(min(values) / 2, max(values) * 8)
         axis.tick_params(labelsize=8)

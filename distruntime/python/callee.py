@@ -20,6 +20,7 @@ from ..log.issue import issue
 from ..log.line import Line
 from ..log.log import Log
 from ..log.mesh_log import workers_of
+from ..log.node import Node
 from ..log.spec import NO_TENSOR
 from ..operators.transfer import upload
 from ..session.session import active_session
@@ -150,10 +151,15 @@ _callees: dict[bytes, Callee] = {}
 before_code: list[Callable[[Residence], None]] = []
 
 
+def runs_our_code(node: Node) -> bool:
+    """Whether a worker runs this version of Python, of which code travels."""
+    return node.welcome.python.startswith(_PYTHON)
+
+
 def require_python(there: Log, name: str, *pickled: bytes) -> None:
     """Raise `ConfigurationError` where code would travel to a worker that runs another version of Python."""
     for node in workers_of(there):
-        if not node.welcome.python.startswith(_PYTHON) and any(_CODE in one for one in pickled):
+        if not runs_our_code(node) and any(_CODE in one for one in pickled):
             other = ".".join(node.welcome.python.split(".")[:2])
             raise ConfigurationError(
                 f"{name} cannot travel to {node}, which runs Python {other} and not {_PYTHON[:-1]} as here: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Iterator
+from types import TracebackType
 from typing import Any, SupportsIndex
 
 import msgpack
@@ -78,15 +79,18 @@ class RemoteObject(Operand, Fetchable):
                 name=name,
                 obj=None,
             )
+        method = self._method(name)
+        if method.is_method:
+            return RemoteMethod(self, method, name)
+        return self._do(f"getattr {name}", shown=method.name)
+
+    def _method(self, name: str) -> Callee:
+        """Return what calls an attribute of this name. Block at its first use until it is known for one."""
         maker = self._maker
         method = maker.child(f"method {name}", f"{maker.name}.{name}", f"method {name}")
         if method.is_method is None:
-            # The first use of a name waits for the answer.
-            asked = self._do(f"callable {name}", shown=f"{maker.name}.{name}")
-            method.is_method = bool(fetch(asked))
-        if method.is_method:
-            return RemoteMethod(self, method, name)
-        return self._do(f"getattr {name}", shown=f"{maker.name}.{name}")
+            method.is_method = bool(fetch(self._do(f"callable {name}", shown=method.name)))
+        return method
 
     @without_our_frames
     def __setattr__(self, name: str, value: object) -> None:
@@ -115,6 +119,22 @@ class RemoteObject(Operand, Fetchable):
     @without_our_frames
     def __next__(self) -> Result:
         return _next_of(self)
+
+    @without_our_frames
+    def __enter__(self) -> Result:
+        # An object without them raises here, before the block begins.
+        self._method("__enter__"), self._method("__exit__")
+        return self._do("method __enter__")
+
+    @without_our_frames
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """Leave it there. An exception travels without its traceback, and blocks until it is known whether
+        the object swallows it.
+        """
+        left = self._do("method __exit__", kind, error, None)
+        return kind is not None and bool(fetch(left))
 
     # -- what Python wants here ------------------------------------------------------------------------------
 

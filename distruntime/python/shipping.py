@@ -15,13 +15,14 @@ import torch
 
 from ..errors import UsageError, without_our_frames
 from ..log.handle import Residence
+from ..log.node import Node
 from ..operators.proxies import wrap
 from ..operators.transfer import upload
 from ..session.session import active_session, session_of_log
 from ..session.tables import table_html, table_text
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
-from .callee import before_code
+from .callee import before_code, runs_our_code
 from .pickling import send_by_name
 from .sent import host, run_at
 from .sent_code import install, normal, shown, versions
@@ -29,6 +30,11 @@ from .sent_code import install, normal, shown, versions
 # An archive may have so many bytes: more is data.
 _MOST = 256 << 20
 _LEFT_OUT = ("__pycache__",)
+# Each version of Python knows what this is.
+_INSTALLED = (
+    "{d.metadata['Name']: d.version for d in __import__('importlib.metadata').metadata.distributions() "
+    "if d.metadata['Name']}"
+)
 # Equal files give equal archives.
 _DATE = (1980, 1, 1, 0, 0, 0)
 
@@ -217,6 +223,14 @@ class Comparison:
         return table_html(self._rows()) + f"<p>{self._rest()}</p>"
 
 
+def _versions_at(node: Node) -> object:
+    """Ask for the versions on a node. To another version of Python travels a text instead of our code."""
+    if runs_our_code(node):
+        return run_at(host(node.index), versions, "dr.compare")
+    told = {"python": node.welcome.python, "torch": node.welcome.torch}
+    return run_at(host(node.index), eval, "dr.compare", f"{{**{_INSTALLED}, **{told!r}}}")
+
+
 @without_our_frames
 def compare(packages: str | Sequence[str] | None = None) -> Comparison:
     """Return the versions of Python, torch and installed packages, here and on each node, side by side.
@@ -225,9 +239,10 @@ def compare(packages: str | Sequence[str] | None = None) -> Comparison:
     """
     session = active_session()
     living = session.living(None)
-    asked = [run_at(host(node.index), versions, "dr.compare") for node in living]
+    asked = [_versions_at(node) for node in living]
     here = {**versions(), **{normal(s.name): shown(s.digest) for s in _shipped}}
-    tables: list[dict[str, str]] = [here, *fetch(asked)]  # type: ignore[list-item]
+    told: list[dict[str, str]] = [here, *fetch(asked)]  # type: ignore[list-item]
+    tables = [{normal(name): version for name, version in table.items()} for table in told]
     wanted = [packages] if isinstance(packages, str) else packages
     every = {name for table in tables for name in table} - {"python", "torch"}
     names = sorted(every) if wanted is None else [*map(normal, wanted)]

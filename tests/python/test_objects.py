@@ -252,3 +252,49 @@ def test_a_coroutine_runs_to_its_end_there() -> None:
 def test_a_node_that_is_none_is_an_error(node: Any) -> None:
     with pytest.raises(dr.PlacementError, match="node"):
         dr.remote(len)([1], node=node)
+
+
+class Lock:
+    """A context manager that notes what it is told, and swallows one kind of error."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def __enter__(self) -> str:
+        self.told.append("in")
+        return "inside"
+
+    def __exit__(self, kind: object, error: object, trace: object) -> bool:
+        self.told.append(f"out {error!r}")
+        return kind is ZeroDivisionError
+
+
+def test_a_context_manager_is_entered_and_left_there() -> None:
+    lock: Any = dr.remote(Lock)()
+    with lock as inside:
+        assert dr.fetch(inside) == "inside"
+    with lock:
+        raise ZeroDivisionError("swallowed")
+    with pytest.raises(KeyError, match="mine"):
+        with lock:
+            raise KeyError("mine")
+    assert dr.fetch(lock.told) == [
+        *("in", "out None"),
+        *("in", "out ZeroDivisionError('swallowed')"),
+        *("in", "out KeyError('mine')"),
+    ]
+
+
+def test_the_failure_of_a_worker_leaves_a_context_manager_too() -> None:
+    lock: Any = dr.remote(Lock)()
+    with pytest.raises(IndexError):
+        with lock:
+            torch.zeros(2, device=REMOTE)[torch.tensor([7], device=REMOTE)].tolist()
+    assert "IndexError" in dr.fetch(lock.told)[-1]
+
+
+def test_what_is_no_context_manager_says_so() -> None:
+    number: Any = dr.remote(Env)(2)
+    with pytest.raises(AttributeError, match=r"'Env' object has no attribute '__enter__'"):
+        with number:
+            raise AssertionError("the block does not begin")

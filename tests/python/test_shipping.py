@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import sys
@@ -162,3 +163,12 @@ def test_the_nodes_are_compared(session: object, package: tuple[Path, str]) -> N
     assert "numpy" not in text and "<td>" in found._repr_html_()
     named = dr.compare(packages="numpy")
     assert list(named.versions) == ["python", "torch", "numpy"] and "numpy" in repr(named)
+
+
+def test_a_node_with_another_python_is_compared(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = session.nodes[1]
+    monkeypatch.setattr(node, "welcome", dataclasses.replace(node.welcome, python="3.99.1"))
+    found = dr.compare()
+    assert found.versions["python"][2] == "3.99.1" and "python" in found.differences
+    assert len(set(found.versions["torch"])) == 1
+    assert len(set(found.versions["numpy"])) == 1 and len(set(found.versions["typing-extensions"])) == 1

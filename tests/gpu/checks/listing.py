@@ -23,6 +23,7 @@ MODULES = (
     "many_workers",
     "many_sessions",
     "programs",
+    "ranks",
 )
 # If one of these fails, no check after it can work.
 FIRST = (1, 2, 3)

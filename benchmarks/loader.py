@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import distruntime as dr
@@ -31,18 +36,50 @@ class Images(Dataset[Any]):
         return self.images[k].float().div_(255), self.classes[k]
 
 
+def perceptron(width: int) -> nn.Module:
+    """Return a model whose step takes little longer than to load its batch."""
+    return nn.Sequential(
+        nn.Linear(_FEATURES, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, _CLASSES),
+    )
+
+
+def convolutions() -> nn.Module:
+    """Return the network of torch's example for handwritten digits, without its dropout."""
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 28, 28)),
+        nn.Conv2d(1, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(9216, 128),
+        nn.ReLU(),
+        nn.Linear(128, _CLASSES),
+    )
+
+
+@contextmanager
+def busy() -> Iterator[None]:
+    """Keep another process of this machine busy, which touches no memory to speak of."""
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        other.kill()
+        other.wait()
+
+
 class Training:
     """A model on a device, and what trains it."""
 
-    def __init__(self, width: int, device: str) -> None:
+    def __init__(self, model: nn.Module, device: str) -> None:
         self.device = device
-        self.model = torch.nn.Sequential(
-            torch.nn.Linear(_FEATURES, width),
-            torch.nn.ReLU(),
-            torch.nn.Linear(width, width),
-            torch.nn.ReLU(),
-            torch.nn.Linear(width, _CLASSES),
-        ).to(device)
+        self.model = model.to(device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
 
     def epoch(self, batches: Iterable[Any]) -> float:
@@ -61,37 +98,51 @@ class Training:
 def measure(quick: bool = False) -> list[Figure]:
     """Train in turn from a loader with a process, from one without, and from what is there.
 
-    The same stands beside it of torch's own loader in this process.
+    Beside it stand torch's own loader in this process, and what a busy process costs the training on this
+    machine, which loads nothing.
     """
     steps, width, rounds = (10, 256, 2) if quick else (60, 1024, 7)
     data, figures = Images(steps * _BATCH), []
 
     def compared(
-        name: str, training: Training, loader: Iterable[Any], there: list[Any], bar: float | None
+        name: str, one: Callable[[], float], other: Callable[[], float], count: int, bar: float | None
     ) -> None:
-        training.epoch(loader)
-        training.epoch(there)
-        ratio, ours, theirs = in_turn(lambda: training.epoch(loader), lambda: training.epoch(there), rounds)
-        note = f"{ours * 1e3 / steps:.1f} ms a step, {theirs * 1e3 / steps:.1f} ms from tensors there"
+        one(), other()
+        ratio, ours, theirs = in_turn(one, other, rounds)
+        note = f"{ours * 1e3 / count:.1f} ms a step, {theirs * 1e3 / count:.1f} ms from tensors there"
         figures.append(Figure(name, ratio, "x", bar, note))
 
     def options(processes: int) -> dict[str, Any]:
         kept = {"num_workers": processes, "persistent_workers": bool(processes)}
         return {"batch_size": _BATCH, "shuffle": True, **kept}
 
+    def beside(training: Training, there: list[Any]) -> float:
+        with busy():
+            return training.epoch(there)
+
+    # The network of convolutions takes some ten times as long for a step.
+    models: list[tuple[str, Callable[[], nn.Module], Images, int]] = [
+        ("an MLP's", lambda: perceptron(width), data, steps),
+        ("a CNN's", convolutions, Images(max(2, steps // 6) * _BATCH), max(2, steps // 6)),
+    ]
     with daemon() as address, dr.init_master_worker(workers=[address], quiet=True):
-        remote = Training(width, "remote")
-        there = list(dr.data_loader(data, node=0, batch_size=_BATCH))
-        for processes in (1, 0):
-            loader = dr.data_loader(data, node=0, **options(processes))
-            bar = 1.05 if processes else None
-            compared(f"an epoch from a worker's loader, num_workers={processes}", remote, loader, there, bar)
+        for name, make, images, count in models:
+            remote = Training(make(), "remote")
+            there = list(dr.data_loader(images, node=0, batch_size=_BATCH))
+            known = partial(remote.epoch, there)
+            for processes in (1, 0):
+                loader = dr.data_loader(images, node=0, **options(processes))
+                what = f"{name} epoch from a worker's loader, num_workers={processes}"
+                compared(what, partial(remote.epoch, loader), known, count, 1.05 if processes else None)
+            what = f"{name} epoch from tensors there, beside a busy process"
+            compared(what, partial(beside, remote, there), known, count, None)
     # The worker's kernels have one thread.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    local, here = Training(width, "cpu"), list(DataLoader(data, batch_size=_BATCH))
+    local, here = Training(perceptron(width), "cpu"), list(DataLoader(data, batch_size=_BATCH))
     for processes in (1, 0):
         own: DataLoader[Any] = DataLoader(data, **options(processes))
-        compared(f"the same in this process, num_workers={processes}", local, own, here, None)
+        what = f"an MLP's epoch in this process, from torch's loader, num_workers={processes}"
+        compared(what, partial(local.epoch, own), partial(local.epoch, here), steps, None)
     torch.set_num_threads(threads)
     return figures

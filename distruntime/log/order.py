@@ -64,7 +64,7 @@ class Ordered(Stretchable, Protocol):
     asynchronous: bool
     tapes: list[Tape]
 
-    def flush(self) -> None:
+    def flush(self, *, gathered: bool = False) -> None:
         """Send what has gathered."""
 
 
@@ -184,7 +184,7 @@ class Order:
         if not fresh and not written:
             self.checked[stream] = end
         if len(node.words) > node.enough:
-            node.flush()
+            node.flush(gathered=True)
         return born
 
     def _stray(self) -> None:

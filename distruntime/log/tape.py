@@ -1,7 +1,7 @@
 """What a log gets while a program is recorded, and which thread records one.
 
-A tape changes nothing of what is sent. While a log has one, each instruction is sent by itself, by the thread
-that issues it. So the tape knows whose the words are, and other threads may issue meanwhile.
+A tape changes nothing of what is sent. It notes each instruction by itself, in the thread that issues it. So
+it knows whose the words are, and other threads may issue meanwhile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..errors import NotSupportedError
 from .line import Line, line_text, user_line
 from .stretches import StretchedLog
 
-# A log with a tape is sent when it has more words than this.
+# A log with a tape looks at what has gathered when it has more words than this: see `Log.flush`.
 NOTED = -1
 # It orders what different logs get.
 tick = count().__next__

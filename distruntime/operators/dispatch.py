@@ -160,7 +160,7 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
         handle.born = born = (node.base + len(node.words), line[1], line[2])
         node.line_table.append(born)
         if len(node.words) > node.enough:
-            node.flush()
+            node.flush(gathered=True)
     if node.busy:
         try:
             node.session.throttle(node)

@@ -138,7 +138,7 @@ def _again(callee: Callee, entry: Entry, used: list[Handle], place: Residence, k
         if spec is None and node.enough == 0:
             node.await_fetch()
         if len(node.words) > node.enough:
-            node.flush()
+            node.flush(gathered=True)
     return keep(handle, callee) if spec is None else wrap(DistributedTensor, handle)
 
 

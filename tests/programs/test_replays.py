@@ -328,3 +328,28 @@ def test_why_says_what_had_changed(session: object) -> None:
     scale["by"] = 3
     scaled(x), scaled(x)
     assert "scale['by'] was 2, and is 3 now, so it was recorded, and agrees" in scaled.why
+
+
+def test_recorded_words_gather_as_others_do(session: object) -> None:
+    """Each instruction in a message of its own would cost a large mesh seconds."""
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(200):
+            x = x * 1.5 - 1
+        return x
+
+    mesh = dr.init_device_mesh("cpu", (2,))
+    for device in (REMOTE, mesh.device):
+        program, x = dr.program(chain), torch.full((3,), 2.0, device=device)
+        log = x._handle.place.node  # type: ignore[attr-defined]
+        dr.synchronize()
+        # No worker says that it is done, as the thread that takes such words is kept out.
+        with log.lock:
+            before = log.outlet.seq
+            first = program(x)
+            assert program.recordings == 1 and log.outlet.seq - before < 20
+        found = [program(x) for _ in range(4)]
+        assert program.replays
+        for y in (first, *found):
+            shard = y if device == REMOTE else y.member(1)  # type: ignore[attr-defined]
+            assert shard.tolist() == [2.0] * 3

@@ -461,11 +461,12 @@ def test_adamw_that_counts_here_is_refused(session: object) -> None:
 
 
 def test_numbers_that_follow_nothing_are_refused(x: torch.Tensor) -> None:
-    program = dr.program(lambda x: x * (counted[0] + 0.5))
+    at = [0]
+    program = dr.program(lambda x: x * (at[0] + 0.5))
 
     with pytest.raises(dr.NotSupportedError, match="follows no float that was found") as caught:
         for k in range(20):
-            counted[0] = k
+            at[0] = k
             program(x)
     assert "test_traps.py" in str(caught.value)
 

@@ -7,6 +7,7 @@ import code
 import importlib
 import importlib.util
 import os
+import re
 import runpy
 import signal
 import sys
@@ -270,7 +271,8 @@ def _repl(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     """Run a script or a module as Python would, in a session that ends with it."""
     distruntime = importlib.import_module(__package__)
-    addresses = options.workers.split(",") if options.workers else None
+    # An address of ssh's may have commas in its options.
+    addresses = re.split(r",(?=[a-z]+://)", options.workers) if options.workers else None
     if options.torchrun:
         return _torchrun(options, addresses)
     try:

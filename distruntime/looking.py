@@ -18,6 +18,7 @@ from .cluster.named_sessions import Entry, checked_name, drop, names, now, read
 from .cluster.nodes import doing, percent
 from .cluster.observe import Answer, Observer
 from .errors import ConfigurationError, ConnectionFailed
+from .launching.ssh_session import need_ssh
 from .session.tables import table_text
 from .wire.messages import AskStacks, AskWorker, SessionRow, WorkerReport
 from .wire.units import printable, size_text, span
@@ -36,7 +37,7 @@ def status(options: argparse.Namespace) -> int:
     if not options.addresses:
         dumb = {answer.address for answer in answers if answer.value is None}
         for entry in _noted():
-            if not entry.listen and dumb.issuperset(entry.workers):
+            if not entry.listen and not need_ssh(entry.workers) and dumb.issuperset(entry.workers):
                 print(f"\n {_silent(entry)}")
     return 0 if all(answer.value is not None for answer in answers) else 1
 
@@ -193,6 +194,8 @@ def _state(entry: Entry, timeout: float) -> list[str]:
     if entry.listen:
         return [f"{len(entry.workers)}", "its workers dial in, and cannot be asked", entry.listen]
     where = _where(entry)
+    if need_ssh(entry.workers):
+        return [f"{len(entry.workers)}", "reached by ssh, and cannot be asked from here", where]
     try:
         answers = _ask(entry, timeout)
     except ConfigurationError as error:
@@ -212,7 +215,9 @@ def _addresses(options: argparse.Namespace) -> list[str]:
         return named
     wanted = getattr(options, "session", None)
     entries = [entry for entry in _noted() if wanted in (None, entry.name)]
-    found = list(dict.fromkeys(worker for entry in entries if not entry.listen for worker in entry.workers))
+    # What ssh reaches has no address here while no session leads there.
+    listen = [entry for entry in entries if not entry.listen and not need_ssh(entry.workers)]
+    found = list(dict.fromkeys(worker for entry in listen for worker in entry.workers))
     if not found:
         raise ConfigurationError(
             "no session whose workers listen is noted here: name the workers, as in "

@@ -80,6 +80,7 @@ docs/streams
 docs/programs
 docs/meshes
 docs/primitives
+docs/ssh
 docs/data_channel
 docs/looking
 docs/sharing_a_worker

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..collectives.data_channels import Choice
 from ..errors import ConfigurationError
+from ..launching.ssh_session import need_ssh
 from ..session.launcher import Launcher
 
 # What a session was begun with, by the names of the arguments, and with the defaults filled in.
@@ -95,7 +96,7 @@ def check(
             "workers= attaches to running daemons and launcher= starts workers: give one of the two"
         )
     starts = workers is None and (listen is None or launcher is not None)
-    if restart_workers and not starts:
+    if restart_workers and not starts and not need_ssh(workers or []):
         raise ConfigurationError(
             "restart_workers is for workers that are started here; daemons are their own supervisor's to "
             "restart"
@@ -103,7 +104,7 @@ def check(
     if simulate_cuda and not starts:
         raise ConfigurationError(
             "simulate_cuda is for workers that are started here; give running daemons --simulate-cuda "
-            "themselves"
+            "themselves, and addresses of ssh:// the option simulate_cuda"
         )
     if resume not in (True, False, "auto"):
         raise ConfigurationError(

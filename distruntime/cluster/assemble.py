@@ -10,12 +10,14 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from ..errors import ConfigurationError, ConnectionFailed
+from ..launching.ssh_session import SshSession, need_ssh
 from ..log.handle import ranges
 from ..log.node import Node
 from ..publishing.listing import published
@@ -63,7 +65,11 @@ class SessionOptions:
 
 
 def _connector(
-    options: SessionOptions, channel: Channel, addresses: Sequence[str], modes: Sequence[str]
+    options: SessionOptions,
+    channel: Channel,
+    addresses: Sequence[str],
+    modes: Sequence[str],
+    endpoints: Mapping[int, str] = MappingProxyType({}),
 ) -> Connector:
     """Return a new session's connector, which knows it."""
     session = Session(channel, [], options.name or f"{os.getpid()}-{secrets.token_hex(4)}")
@@ -76,6 +82,7 @@ def _connector(
         keep=options.keep,
         grace=options.grace,
         restart_workers=options.restart_workers,
+        endpoints=endpoints,
     )
 
 
@@ -263,12 +270,32 @@ def gather_at(options: SessionOptions, address: str, count: int) -> Session:
 
 
 def attach(options: SessionOptions, addresses: list[str]) -> Session:
-    """Attach to running daemons."""
-    channel = Channel(keys=_keys(options, addresses), silence=options.unreachable)
-    connector = _connector(options, channel, addresses, [options.mode] * len(addresses))
-    session = connector.session
+    """Attach to running daemons, and to workers that ssh reaches, which are started where they do not run."""
+    directory = scratch_folder() if need_ssh(addresses) else None
+    with _removed_unless_done(directory):
+        by_ssh = None
+        if directory is not None:
+            by_ssh = SshSession(
+                addresses, directory, name=options.name, key=options.key, insecure=options.insecure
+            )
+        keys = by_ssh.keys if by_ssh is not None else _keys(options, addresses)
+        channel = Channel(keys=keys, silence=options.unreachable)
+        endpoints = by_ssh.endpoints if by_ssh is not None else {}
+        connector = _connector(options, channel, addresses, [options.mode] * len(addresses), endpoints)
+    session, started = connector.session, time.monotonic()
     options.say(f"connecting {len(addresses)} worker{'s' if len(addresses) > 1 else ''} ")
-    with _all_or_nothing(connector):
+    with _all_or_nothing(connector, directory), nullcontext() if by_ssh is None else by_ssh.older_ones_stay():
+        if by_ssh is not None:
+            assert directory is not None
+            session.ending.on_close.append(lambda: shutil.rmtree(directory, ignore_errors=True))
+            spec = _spec(options, session.name, directory, len(addresses), "", has_key=False)
+            by_ssh.start(
+                session,
+                spec,
+                must_run=options.mode.endswith("resume"),
+                patience=options.timeout,
+                say=options.say,
+            )
         _meet(options, connector)
         if options.name is not None:
             _note(
@@ -277,7 +304,7 @@ def attach(options: SessionOptions, addresses: list[str]) -> Session:
                     options.name, tuple(addresses), "", str(options.key or ""), options.insecure, "", 0, now()
                 ),
             )
-    options.say("\n")
+    options.say(f" ready in {time.monotonic() - started:.1f} s\n" if by_ssh is not None else "\n")
     return session
 
 
@@ -404,6 +431,17 @@ def _require_running(session: Session, connection: Connection) -> None:
 def _last_words(workers: Sequence[WorkerProcess | None]) -> str:
     words = [text for worker in workers if worker is not None and (text := str(worker.last_lines(5)))]
     return "; the last lines of its log:\n" + "\n".join(words) if words else ""
+
+
+@contextmanager
+def _removed_unless_done(directory: Path | None) -> Iterator[None]:
+    """Remove a folder if what is done with it fails."""
+    try:
+        yield
+    except BaseException:
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 @contextmanager

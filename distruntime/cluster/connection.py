@@ -47,10 +47,13 @@ class Attempt:
 
 @final
 class Connection:
-    """The way to one node's worker. `address` is "" where the worker dials this process."""
+    """The way to one node's worker. `address` is "" where the worker dials this process.
 
-    def __init__(self, number: int, address: str) -> None:
-        self.number, self.address = number, address
+    `endpoint` is where it is dialled: the same, or this machine's end of a tunnel.
+    """
+
+    def __init__(self, number: int, address: str, endpoint: str = "") -> None:
+        self.number, self.address, self.endpoint = number, address, endpoint or address
         # The node is sought with a greeting of this mode. It is None while the node is not sought.
         self.mode: str | None = None
         self.attempts: dict[bytes, Attempt] = {}
@@ -74,6 +77,11 @@ class Connection:
     def is_local(self) -> bool:
         """Whether the worker is dialled on this machine, which knows at once if nobody listens."""
         return self.address.startswith("ipc://")
+
+    @property
+    def is_tunnelled(self) -> bool:
+        """Whether a tunnel leads to the worker. A refusal at its end says nothing about the worker."""
+        return self.endpoint != self.address
 
     @property
     def has_ended(self) -> bool:
@@ -175,6 +183,12 @@ class Connection:
 
     def unanswered(self, seconds: float) -> str:
         """Return why no worker has answered at the address within so many seconds."""
+        if self.is_tunnelled and self._seen & {"auth_failed", "handshake_failed", "disconnected"}:
+            return (
+                f"the worker at {self.address} runs, and ssh does not lead to it. Does its sshd allow that "
+                "(AllowTcpForwarding yes in sshd_config there)? If it does, the worker has another key: name "
+                "the key file of its session with key="
+            )
         if self._seen & {"auth_failed", "handshake_failed"}:
             return (
                 f"{self.address} closed the connection during the handshake: the keys do not match. One side "
@@ -186,6 +200,11 @@ class Connection:
                 f"something at {self.address} accepts connections but did not answer as a worker within "
                 f"{seconds:.0f} s: "
                 "is it a distruntime-worker, and not stopped?"
+            )
+        if self.is_tunnelled:
+            return (
+                f"the worker at {self.address} runs, and has not answered through ssh within "
+                f"{seconds:.0f} s: its machine may be busy. Give it longer: timeout="
             )
         host = host_of(self.address)
         if host and not resolve(self.address):

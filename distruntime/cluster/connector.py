@@ -14,9 +14,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from ipaddress import ip_address
+from types import MappingProxyType
 
 import torch
 
@@ -52,7 +53,8 @@ class Connector:
     `Connection`.
 
     Args:
-        addresses: where each node's worker is dialled, "" where it dials this process.
+        addresses: where each node's worker is, as the user says it; "" where it dials this process.
+        endpoints: where it is dialled, by node, for those that a tunnel leads to.
         modes: the modes of the first greetings: see `Hello`.
         keep: seconds that a worker keeps the session while it has no master.
         grace: seconds that a worker that cannot be reached is waited for.
@@ -68,11 +70,14 @@ class Connector:
         keep: float,
         grace: float,
         restart_workers: bool,
+        endpoints: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.session, self.keep, self.grace, self.restart_workers = session, keep, grace, restart_workers
         # This master proves itself with it on later connections.
         self.token = secrets.token_bytes(16)
-        self.connections = [Connection(k, address) for k, address in enumerate(addresses)]
+        self.connections = [
+            Connection(k, address, endpoints.get(k, "")) for k, address in enumerate(addresses)
+        ]
         self.nodes: dict[int, Node] = {}
         self._modes = modes
         self._met = False
@@ -166,7 +171,7 @@ class Connector:
         log.warning("%s %s", node, node.failed)
         if node.presence.taken:
             return
-        if not self.session.workers.can_start:
+        if not self.session.workers.can_start(node.index):
             self.revive(node)
         elif self.restart_workers:
             self._start_again(node)
@@ -176,7 +181,7 @@ class Connector:
 
         Any thread may call.
         """
-        if self.session.workers.can_start:
+        if self.session.workers.can_start(node.index):
             self.session.workers.start(node.index)
             node.presence.connecting = True
         self._awaited.add(node.index)
@@ -219,7 +224,7 @@ class Connector:
         return "new" if self._met and awaited else None
 
     def _dial(self, connection: Connection, now: float) -> None:
-        address = connection.address
+        address = connection.endpoint
         if connection.first:
             # A worker of this machine was there, and is no more.
             if connection.has_ended and connection.is_local and refuses(address):
@@ -260,6 +265,9 @@ class Connector:
 
     def _probe(self, connection: Connection, absence: Absence, now: float) -> None:
         """Have a thread find out if anyone listens where a connection takes longer than usual."""
+        if connection.is_tunnelled:
+            # The tunnel's end is here, and says nothing about the worker.
+            return
 
         def probe(absence: Absence) -> None:
             absence.refusals = absence.refusals + 1 if refuses(connection.address) else 0

@@ -7,6 +7,7 @@ import time
 from datetime import timedelta
 
 from ..errors import ConnectionFailed, UsageError, without_our_frames
+from ..launching.ssh_address import is_ssh
 from ..log.node import Node
 from ..session.session import Session, active_session
 from ..wire.deadlines import CONNECT
@@ -41,7 +42,7 @@ def restart(node: int, *, force: bool = False, timeout: float | timedelta | None
             f"{old} runs (it is {old.state}), and a restart loses the tensors there. To restart it all the "
             f"same: dr.restart({node}, force=True)"
         )
-    command = "" if session.workers.can_start else _command(session, old)
+    command = "" if session.workers.can_start(node) else _command(session, old)
     if command and old.failed is not None:
         old.presence.sought = f"start another worker in its place: {command}"
         log.warning("%s is lost. Start another worker in its place within %g s: %s", old, wait, command)
@@ -60,7 +61,7 @@ def restart(node: int, *, force: bool = False, timeout: float | timedelta | None
         old.presence.connecting = False
     if session.nodes[node] is old:
         words = worker.last_lines(5) if worker is not None else ""
-        where = f"at {old.address}" if command else "on this machine"
+        where = f"at {old.address}" if command or is_ssh(old.address) else "on this machine"
         raise ConnectionFailed(
             f"no replacement for node {node} appeared {where} within {wait:g} s"
             + (f". Start one there: {command}. It joins by itself" if command else "")

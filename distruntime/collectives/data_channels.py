@@ -25,6 +25,8 @@ Choice = str | Mapping[str, str]
 # calls NCCL is RCCL there. All other kinds go through their nodes' CPUs.
 OF_DEVICES = {"cuda": "nccl", "xpu": "xccl"}
 _THROUGH_CPU = "gloo"
+# Between workers that reach each other only through ssh and this machine.
+RELAY = "relay"
 
 
 class DataChannels:
@@ -51,10 +53,13 @@ class DataChannels:
             if name != "auto" and users:
                 self.capabilities(name, users)
 
-    def name_for(self, homes: Sequence[Residence], backend: str | None) -> str:
+    def name_for(self, homes: Sequence[Residence], backend: str | None, direct: bool = True) -> str:
         """Return the name of the data channel that a group of these places uses.
 
         Block for a round trip, once, where the workers have yet to say whether they have it.
+
+        Args:
+            direct: whether the places reach each other without this machine.
         """
         if backend is not None:
             return backend
@@ -66,6 +71,8 @@ class DataChannels:
                 return self._choice
         elif kind in self._choice:
             return self._choice[kind]
+        if not direct:
+            return self._relay(homes)
         own, through = OF_DEVICES.get(kind), _THROUGH_CPU
         if not isinstance(self._choice, str):
             # The user may have named an encrypted one for what leaves the nodes' memory.
@@ -88,6 +95,14 @@ class DataChannels:
                     why,
                 )
         return found
+
+    def _relay(self, homes: Sequence[Residence]) -> str:
+        nodes = " and ".join(f"node {k}" for k in sorted({home.place.node for home in homes})[:4])
+        why = f"{nodes} reach each other only through ssh and this machine"
+        if why not in self._said:
+            self._said.add(why)
+            log.warning("%s: tensors between them take that way, and this machine's network limits it", why)
+        return RELAY
 
     def _lack(self, name: str, homes: Sequence[Residence]) -> str:
         """Return why some worker does not have a data channel, or nothing."""

@@ -39,7 +39,7 @@ from ..streams.stream import Stream
 from ..wire.data_channel import Capabilities
 from ..wire.deadlines import GROUP, MEET
 from ..wire.messages import BreakGroup, OpenGroup, Plain
-from .data_channels import OF_DEVICES, Choice, DataChannels, kind_of, pickled, require_done
+from .data_channels import OF_DEVICES, RELAY, Choice, DataChannels, kind_of, pickled, require_done
 from .mail import Mail
 
 
@@ -165,7 +165,7 @@ class Groups:
                     "dr.lines.all_reduce(mesh.lines(), x)"
                 )
             home.node.require_alive()
-        name = self.channels.name_for(homes, backend)
+        name = self._channel_for(homes, backend)
         capabilities = self.channels.capabilities(name, list(dict.fromkeys(home.worker for home in homes)))
         for home in homes:
             if not capabilities.devices & {"cpu", kind_of(home)}:
@@ -184,6 +184,16 @@ class Groups:
                 self.end(group, f"it was never joined: {error}")
                 raise
         return group
+
+    def _channel_for(self, homes: Sequence[Residence], backend: str | None) -> str:
+        """Return the name of the data channel of these places, once it is known how they reach each other."""
+        if self.session.routes is None:
+            return self.channels.name_for(homes, backend)
+        nodes = {home.worker.index for home in homes}
+        direct = self.meeting.reach_directly(nodes)
+        name = self.channels.name_for(homes, backend, direct)
+        self.meeting.require_routes(nodes, "" if name == RELAY else f"the data channel {name!r}")
+        return name
 
     def _join(self, group: ProcessGroup) -> None:
         session = self.session
@@ -210,7 +220,7 @@ class Groups:
         here, there = sorted((one, two), key=lambda home: (home.place.node, home.place.local_device))
         # The first use may ask the workers.
         with unrecorded():
-            name = self.channels.name_for([here, there], None)
+            name = self._channel_for([here, there], None)
         if name not in OF_DEVICES.values():
             # There is one group for each pair of nodes, whatever the devices. It needs no numbers of places,
             # and there are few of those.

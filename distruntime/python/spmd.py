@@ -17,6 +17,7 @@ from typing import Generic, ParamSpec, TypeVar, overload
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ..collectives.group import groups_of
 from ..errors import (
     DistruntimeError,
     InternalError,
@@ -99,6 +100,7 @@ class _Team:
         self._callee = Callee("dr.spmd", "members")
         self._calls = count()
         self._members: dict[Node, RemoteObject] = {}
+        groups_of(session_of_log(log)).meeting.require_routes([node.index for node in log.ranks], "dr.spmd")
         for number, (node, ranks) in enumerate(log.ranks.items()):
             devices = [str(log.members[k].local_device) for k in ranks]
             args = (ranks, len(log.members), number, len(log.ranks), devices)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from ..collectives.group import groups_of
 from ..errors import InternalError, NodeFailed, UsageError
 from ..log.handle import Handle
 from ..log.node import Node
@@ -60,6 +61,9 @@ def run_script(flags: Sequence[tuple[str, str]], script: str, arguments: Sequenc
         raise UsageError(f"got --standalone and {len(nodes)} workers: leave it out, or give one worker")
     if not least <= len(nodes) <= most and any(name == "--nnodes" for name, _ in flags):
         raise UsageError(f"got --nnodes {least}:{most} and {len(nodes)} workers: expected one node a worker")
+    groups_of(active_session()).meeting.require_routes(
+        [node.index for node in nodes], "a script under torchrun"
+    )
     agents = [_Agent(node) for node in nodes]
     where = None if module else Path(script).absolute()
     if where is not None and not where.is_file():

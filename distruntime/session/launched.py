@@ -25,18 +25,19 @@ class LaunchedWorkers(list[WorkerProcess | None]):
     """The workers of a session by node; None stands for one that this process has not started.
 
     `launch` starts the worker of a node; None: the session's workers are not this process's to start.
+    `startable` are the nodes whose workers it starts; None: all of them.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.launch: Callable[[int], WorkerProcess] | None = None
+        self.startable: frozenset[int] | None = None
         self._restarts: list[float] = []
         self._kills = out_of_memory_kills()
 
-    @property
-    def can_start(self) -> bool:
-        """Whether this process starts the session's workers."""
-        return self.launch is not None
+    def can_start(self, number: int) -> bool:
+        """Whether this process starts the worker of a node."""
+        return self.launch is not None and (self.startable is None or number in self.startable)
 
     def start(self, number: int) -> None:
         """Start the worker of a node, after ending the one that it had. Return at once, but for that end."""

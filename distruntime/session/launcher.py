@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -110,3 +111,16 @@ class Launcher(ABC):
         Called from any thread. What is raised here ends `init_master_worker`, or the attempt to start the
         worker again.
         """
+
+
+class Routes(Protocol):
+    """Where workers dial each other, if not all of them reach each other directly."""
+
+    def settle(self, listening: Mapping[int, str]) -> Mapping[int, list[str]]:
+        """Return what each node dials to reach each other one; "" where there is no route. May block."""
+
+    def direct(self, one: int, other: int) -> bool:
+        """Whether two nodes reach each other directly."""
+
+    def missing(self, one: int, other: int) -> str:
+        """Return which route is missing between two nodes, and why; nothing if there is one."""

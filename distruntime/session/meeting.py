@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
+from collections.abc import Iterable, Mapping
+from itertools import combinations
 
 from ..errors import ConfigurationError, ConnectionFailed
 from ..log.log import Log
@@ -10,9 +14,12 @@ from ..log.node import Node
 from ..wire.address import host_of
 from ..wire.deadlines import MEET
 from ..wire.messages import ListenForPeers, Peers, Signal
+from .launcher import Routes
 from .requests import Request
 from .session import Session
 from .timeouts import deadline_in, left_until
+
+log = logging.getLogger("distruntime")
 
 # So many signals are remembered, before those that have come are dropped.
 _MOST_SIGNALS = 1024
@@ -29,6 +36,9 @@ class Meeting:
         # The keys are the signals' numbers. Each value has who waits, at which position, for whom, in which
         # log.
         self._signals: dict[int, tuple[Node, int, Node, Log]] = {}
+        # It is set once the workers have been told of each other. Only `routes` makes that take a while.
+        self._told = threading.Event()
+        self._settling = threading.Lock()
         session.on_loss.append(self._lost)
         session.on_return.append(self.returned)
 
@@ -49,6 +59,7 @@ class Meeting:
         if len(self.session.nodes) < 2:
             return
         self.done = False
+        self._told.clear()
         self._asked = [request for request in self._asked if request.node.index != node.index]
         asked = self.session.ask(node, ListenForPeers, proposed(node))
         self._asked.append(asked)
@@ -62,11 +73,36 @@ class Meeting:
                 for r in self._asked
                 if r.cause is None and r.lost is None and r.node.failed is None
             }
-            addresses = [listening.get(k, "") for k in range(len(self.session.nodes))]
-            for node in self.session.nodes:
-                if node.index in listening and node.failed is None:
-                    self.session.post(node, Peers(node.index, self._secret, addresses))
-            self.done = True
+            routes = self.session.routes
+            if routes is None:
+                addresses = [listening.get(k, "") for k in range(len(self.session.nodes))]
+                self._tell(dict.fromkeys(listening, addresses))
+                return
+            # To look for routes takes longer than the thread that reads may wait.
+            threading.Thread(
+                target=self._settle, args=(routes, listening), name="distruntime-routes", daemon=True
+            ).start()
+
+    def _settle(self, routes: Routes, listening: Mapping[int, str]) -> None:
+        with self._settling:
+            asked = self._asked
+            try:
+                found = routes.settle(listening)
+            except Exception as error:
+                # The thread has nobody to raise to. Whoever needs the workers to meet hears that they do not.
+                log.warning("the routes between the workers are not known: %s", error)
+                return
+            # Another worker may have come meanwhile, and another thread waits to look again.
+            if asked is self._asked:
+                self._tell(found)
+
+    def _tell(self, addresses: Mapping[int, list[str]]) -> None:
+        """Tell each worker where it dials the others."""
+        for node in self.session.nodes:
+            if node.index in addresses and node.failed is None:
+                self.session.post(node, Peers(node.index, self._secret, addresses[node.index]))
+        self.done = True
+        self._told.set()
 
     def require(self) -> None:
         """Block until every worker says where it listens, or is lost.
@@ -90,6 +126,48 @@ class Meeting:
             # A node that is gone need not be met.
             if request.lost is None:
                 self.session.raise_for(request)
+        if self.session.routes is not None and not self.done and not self._told.wait(left_until(deadline)):
+            raise ConnectionFailed(
+                f"it is not known within {patience:.0f} s how the workers reach each other: is a connection "
+                "of ssh's away?"
+            )
+
+    def require_routes(self, nodes: Iterable[int], direct: str = "") -> None:
+        """Raise `ConnectionFailed` unless these nodes reach each other.
+
+        Block until that is known.
+
+        Args:
+            direct: what needs a direct route, as "the data channel 'gloo'"; "": one through this machine will
+                do.
+        """
+        routes, pairs = self.session.routes, list(combinations(sorted(set(nodes)), 2))
+        if routes is None or not pairs:
+            return
+        self.require()
+        for one, other in pairs:
+            if why := routes.missing(one, other):
+                raise ConnectionFailed(why)
+            if direct and not routes.direct(one, other):
+                raise ConnectionFailed(
+                    f"{direct} needs a direct route between {self.session.nodes[one]} and "
+                    f"{self.session.nodes[other]}, and they reach each other only through ssh and this "
+                    "machine. Open the ports between the two, or name the address by which they reach each "
+                    "other: "
+                    "ssh://HOST?address=HOST (docs/ssh.md)"
+                )
+
+    def has_route(self, here: Node, there: Node) -> bool:
+        """Whether one worker reaches another, directly or not."""
+        return self.session.routes is None or not self.session.routes.missing(here.index, there.index)
+
+    def reach_directly(self, nodes: Iterable[int]) -> bool:
+        """Whether these nodes reach each other without this machine. Block until that is known."""
+        routes, pairs = self.session.routes, list(combinations(sorted(set(nodes)), 2))
+        if routes is None or not pairs:
+            return True
+        self.require()
+        return all(routes.direct(one, other) for one, other in pairs)
 
     def remember(self, number: int, here: Node, there: Node, position: int, log: Log) -> None:
         """Note that `here` waits at a position of `log` for a signal of `there`, which may be lost."""

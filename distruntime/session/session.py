@@ -43,6 +43,7 @@ from .ending import Ending
 from .failures import out_of_memory, remote_error
 from .holders import lost_lines
 from .launched import LaunchedWorkers
+from .launcher import Routes
 from .places import Places
 from .pump import Pump
 from .receiver import Connector, Receiver
@@ -66,6 +67,9 @@ class Signals(Protocol):
 
     def remember(self, number: int, here: Node, there: Node, position: int, log: Log) -> None:
         """Note that `here` waits at a position of `log` for a signal of `there`."""
+
+    def has_route(self, here: Node, there: Node) -> bool:
+        """Whether one worker reaches another."""
 
 
 class Session:
@@ -110,6 +114,8 @@ class Session:
         self.groups: object = None
         # This is the Meeting, which says how the workers have come to know each other.
         self.meeting: Signals | None = None
+        # It says where workers dial each other, if not all of them reach each other directly.
+        self.routes: Routes | None = None
         # It is True if workers wait for each other. Then what has gathered for one may be what another waits
         # for.
         self.joined = False

@@ -512,7 +512,7 @@ class _Recorded:
 def _have_signalled(recorded: _Recorded, there: Node, here: Node, number: int) -> None:
     """Have one worker tell another when an event has come."""
     meeting = session_of_log(here).meeting
-    if meeting is not None and meeting.done:
+    if meeting is not None and meeting.done and meeting.has_route(there, here):
         log = recorded.stream.residence.node
         meeting.remember(number, here, there, recorded.position, log)
         stream = log.stream_on_wire(recorded.stream.number)
@@ -524,7 +524,7 @@ def _have_signalled(recorded: _Recorded, there: Node, here: Node, number: int) -
 class _Forward:
     """Sends the signal of an event to the node that waits for it.
 
-    It is for the first moments, before the workers have met.
+    It is for the first moments, before the workers have met, and for those that have no route.
     """
 
     def __init__(self, here: Node, number: int) -> None:

@@ -27,10 +27,11 @@ from distruntime.testing import check_data_channel
 from distruntime_worker.collectives.data_channel import find, names, nccl
 from distruntime_worker.collectives.data_channel.gloo import Gloo
 from distruntime_worker.collectives.data_channel.nccl import NCCL
+from distruntime_worker.collectives.data_channel.relay import Relay
 from distruntime_worker.collectives.data_channel.tcp import TCP
 from distruntime_worker.collectives.data_channel.tls import TLS
 from distruntime_worker.collectives.data_channel.xccl import XCCL
-from distruntime_worker.collectives.interfaces import interface_of
+from distruntime_worker.collectives.listening import interface_of
 from processes import ListeningWorker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +55,7 @@ def no_session() -> Iterator[None]:
 _GLOO = pytest.param("gloo", marks=pytest.mark.slow(reason="each group of gloo takes a while: 12.7 s in all"))
 
 
-@pytest.mark.parametrize("channel", [_GLOO, "tcp", "tcp+tls"])
+@pytest.mark.parametrize("channel", [_GLOO, "tcp", "tcp+tls", "relay"])
 def test_a_shipped_channel_passes_the_suite(no_session: None, channel: str) -> None:
     check_data_channel(channel)
 
@@ -395,7 +396,15 @@ def check_page(name: str, has: dr.Capabilities) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, channel", [("gloo", Gloo), ("nccl", NCCL), ("xccl", XCCL), ("tcp", TCP), ("tcp+tls", TLS)]
+    "name, channel",
+    [
+        ("gloo", Gloo),
+        ("nccl", NCCL),
+        ("xccl", XCCL),
+        ("tcp", TCP),
+        ("tcp+tls", TLS),
+        ("relay", Relay),
+    ],
 )
 def test_the_page_says_what_each_can_do(name: str, channel: type[dr.DataChannel]) -> None:
     # The page of mpi is checked above, since mpi may not be here.

@@ -159,7 +159,8 @@ class World:
         cpus, gpus = ([p for p in self.places if (p.local_device == "cpu") is want] for want in (True, False))
         # Some of its operations are always under way, as on a GPU.
         dr.register_data_channel("Late", Late)
-        self.groups = [dr.new_group(cpus), dr.new_group(cpus[::-1]), dr.new_group(cpus, backend="Late")]
+        self.groups = [dr.new_group(cpus), dr.new_group(cpus[::-1])]
+        self.groups += [dr.new_group(cpus, backend=backend) for backend in ("Late", "relay")]
         self.meshes: list[Any] = [dr.init_device_mesh("cpu", (self.nodes,))]
         # Each mesh has the meshes that are parts of it, and their members' ranks in it.
         self.parts: dict[int, dict[int, range]] = {}

@@ -261,3 +261,31 @@ def test_two_workers_on_one_key_one_master_each(worker: Worker, tmp_path: Path) 
         until(both)
     finally:
         master.close()
+
+
+def test_a_worker_for_one_session_ends_if_no_master_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DISTRUNTIME_DIAL_TIMEOUT", "0.1")
+    made = daemon.Daemon(WorkerConfig(listen=f"ipc://{tmp_path}/worker", once=True))
+    try:
+        made.run(threading.Event())
+    finally:
+        made.close()
+    assert "no master has come within 0.1 s" in caplog.text
+
+
+def test_a_key_comes_over_standard_input(served: list[WorkerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    key = KeyPair.generate()
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, key.public + b" " + key.secret + b"\n")
+        monkeypatch.setattr(cli.os, "read", lambda fd, count: _read(reading, count))
+        assert cli.main(["--listen", "tcp://127.0.0.1:0", "--key", "-"]) == 0
+    finally:
+        os.close(reading)
+        os.close(writing)
+    assert served[0].keys == key
+
+
+_read = os.read

@@ -101,7 +101,8 @@ def _parser() -> argparse.ArgumentParser:
         "--key",
         type=Path,
         metavar="FILE",
-        help="the file with the cluster's key (default: $DISTRUNTIME_KEY or ~/.config/distruntime/key)",
+        help="the file with the cluster's key (default: $DISTRUNTIME_KEY or ~/.config/distruntime/key); "
+        "-: read it from standard input, both halves in one line",
     )
     parser.add_argument(
         "--insecure", action="store_true", help="use no key: whoever reaches the address may run code here"
@@ -247,7 +248,11 @@ def configure(options: argparse.Namespace) -> WorkerConfig:
             raise ConfigurationError(
                 "got both --key and --insecure: with a key only its holders are let in. Leave one out."
             )
-        keys = choose(address, path=options.key, insecure=options.insecure)
+        # Who starts a worker through ssh writes the key to its standard input, and to no file.
+        if options.key == Path("-"):
+            keys = _key_from_master()
+        else:
+            keys = choose(address, path=options.key, insecure=options.insecure)
         if options.insecure:
             warn_of_strangers([address])
     return WorkerConfig(

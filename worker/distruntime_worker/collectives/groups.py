@@ -64,7 +64,13 @@ class Group:
             for node in others:
                 tell(node, Entry(self.number, key, value))
 
-        self.store = GroupStore(self.number, self.timeout, publish)
+        def post(rank: int, key: str, value: bytes) -> None:
+            if rank in own:
+                self.store.arrived(key, value)
+            else:
+                tell(self.nodes[rank], Entry(self.number, key, value))
+
+        self.store = GroupStore(self.number, self.timeout, publish, post)
         # These belong to this worker's own members, by rank.
         self.devices: dict[int, torch.device] = {}
         self.channels: dict[int, DataChannel] = {}

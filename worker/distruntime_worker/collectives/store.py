@@ -35,9 +35,15 @@ class GroupStore(_Store):
     its arrival, and by `end`.
     """
 
-    def __init__(self, group: int, timeout: float, tell: Callable[[str, bytes], None]) -> None:
+    def __init__(
+        self,
+        group: int,
+        timeout: float,
+        tell: Callable[[str, bytes], None],
+        tell_one: Callable[[int, str, bytes], None] | None = None,
+    ) -> None:
         super().__init__()
-        self._group, self._timeout, self._tell = group, timeout, tell
+        self._group, self._timeout, self._tell, self._tell_one = group, timeout, tell, tell_one
         # It guards what follows.
         self._changed = threading.Condition()
         self._values: dict[str, bytes] = {}
@@ -56,6 +62,21 @@ class GroupStore(_Store):
             self._ended = self._ended or reason
             self._values.clear()
             self._changed.notify_all()
+
+    # -- what the data channel `relay` moves tensors with ------------------------------------------
+
+    def post(self, rank: int, key: str, value: bytes) -> None:
+        """Set a key for one member alone. Return at once; raise `NodeFailed` if the group has ended."""
+        assert self._tell_one is not None
+        with self._changed:
+            self._require()
+        self._tell_one(rank, key, value)
+
+    def take(self, key: str) -> bytes:
+        """Return a key's value, as `get`, and forget it."""
+        with self._changed:
+            self._await([key], self._timeout)
+            return self._values.pop(key)
 
     # -- what a Store is asked for, by torch's C++ and by data channels ----------------------------
 

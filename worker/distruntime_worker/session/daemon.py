@@ -25,7 +25,7 @@ import torch
 from distruntime.errors import ConnectionFailed, ProtocolError
 from distruntime.wire.channel import HANG_UPS, Channel, PeerGone
 from distruntime.wire.codec import decode, encode
-from distruntime.wire.deadlines import UNREACHABLE
+from distruntime.wire.deadlines import DIAL, UNREACHABLE
 from distruntime.wire.descriptors import raise_limit, spare
 from distruntime.wire.identity import has_died, process
 from distruntime.wire.inbox import Frames
@@ -138,6 +138,7 @@ class Daemon:
         self._sweep_at = math.inf
         # It is True once there was a session.
         self._served = False
+        self._began = time.monotonic()
         if config.listen is not None:
             log.info("listening on %s, offering %s", self._channel.address, ", ".join(self._devices.names))
         else:
@@ -163,7 +164,7 @@ class Daemon:
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set."""
         arrived: list[tuple[bytes, Frames]] = []
-        while not stop.is_set() and not (self._config.once and self._served and not self._sessions):
+        while not stop.is_set() and not (self._config.once and self._has_served()):
             # A master that has just read something often reads again. While a segment runs, its thread needs
             # the interpreter more.
             quick = arrived and not any(session.executor.running for session in self._sessions.values())
@@ -182,6 +183,16 @@ class Daemon:
         for session in list(self._sessions.values()):
             session.send(Goodbye("the worker was stopped"))
             self._end(session, "stopped")
+
+    def _has_served(self) -> bool:
+        """Whether the last session is over, or the master that this worker was started for never came."""
+        if self._served:
+            return not self._sessions
+        # A worker that dials its master hears that nobody is there.
+        if self._config.listen is None or time.monotonic() < self._began + DIAL.get():
+            return False
+        log.warning("no master has come within %g s: stopping", DIAL.get())
+        return True
 
     def _published(self) -> dict[str, Published]:
         """Return what each session has published."""

@@ -57,6 +57,7 @@ _SHIPPED = {
     "tcp": (".tcp", "TCP"),
     "tcp+tls": (".tls", "TLS"),
     "mpi": (".mpi", "MPI"),
+    "relay": (".relay", "Relay"),
 }
 
 

@@ -16,7 +16,7 @@ from distruntime.wire.data_channel import (
     numbers,
 )
 
-from ..interfaces import interface_of
+from ..listening import interface_of
 from .device_group import DeviceGroup, dist
 
 _REDUCED = numbers(torch.int16)

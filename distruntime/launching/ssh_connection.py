@@ -1,0 +1,224 @@
+"""One connection of the system's `ssh`: a shell there, then the agent in its place, and forwarded sockets.
+
+All goes through one process and one login. It is a master of ssh's own multiplexing, so that sockets can be
+forwarded while it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shlex
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import final
+
+from ..errors import ConnectionFailed
+from . import ssh_agent
+from .ssh_address import SshAddress
+from .ssh_failures import explained, no_ssh_here
+from .ssh_probe import MARK
+
+# So many seconds lie between two signs of life, and after so many without an answer ssh gives up.
+_ALIVE_INTERVAL, _ALIVE_COUNT = 5, 3
+# A request to the running ssh process takes so many seconds at most.
+_CONTROL = 15.0
+_PIECE = 1 << 16
+
+# These hold whatever the user's config says. Its other settings stay: keys, agents, jump hosts, ciphers.
+_SETTINGS = (
+    # Nobody sits in front of it who could answer.
+    "BatchMode=yes",
+    "ControlMaster=yes",
+    "ControlPersist=no",
+    f"ServerAliveInterval={_ALIVE_INTERVAL}",
+    f"ServerAliveCountMax={_ALIVE_COUNT}",
+    # A killed process leaves its sockets in the folder.
+    "StreamLocalBindUnlink=yes",
+    # The user's own forwarded ports belong to the user's own connection.
+    "ClearAllForwardings=yes",
+    "RemoteCommand=none",
+    "RequestTTY=no",
+    "PermitLocalCommand=no",
+    "ForwardX11=no",
+    "LogLevel=ERROR",
+)
+
+
+class Broken(Exception):
+    """The connection is no more."""
+
+
+@final
+class SshConnection:
+    """A running `ssh` and what it says.
+
+    One thread reads; any thread sends and forwards.
+
+    Args:
+        control: the path of the socket by which it takes requests.
+        errors: the file for what ssh itself says.
+        patience: seconds for the connection to come about.
+    """
+
+    def __init__(self, address: SshAddress, control: Path, errors: Path, patience: float) -> None:
+        self.address, self._control, self._errors = address, control, errors
+        self._buffered = b""
+        self._sending = threading.Lock()
+        control.unlink(missing_ok=True)
+        settings = [*_SETTINGS, f"ConnectTimeout={max(1, round(patience))}"]
+        options = [word for setting in settings for word in ("-o", setting)]
+        port = ["-p", str(address.port)] if address.port else []
+        with errors.open("wb") as said:
+            try:
+                self.process = subprocess.Popen(
+                    ["ssh", "-T", "-S", str(control), *options, *port, "--", address.destination, "exec sh"],
+                    bufsize=0,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=said,
+                    # Ctrl-C in the master's terminal is the master's alone.
+                    start_new_session=True,
+                )
+            except FileNotFoundError:
+                raise no_ssh_here() from None
+            except OSError as error:
+                raise ConnectionFailed(f"{address.shown}: ssh cannot be started: {error.strerror}") from None
+
+    def said(self) -> str:
+        """Return what ssh itself has said."""
+        with suppress(OSError):
+            return self._errors.read_text(encoding="utf-8", errors="replace")[-4000:]
+        return ""
+
+    def failure(self) -> ConnectionFailed:
+        """Return why there is no connection."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(2.0)
+        return explained(self.address, self.said(), self.process.poll())
+
+    # -- lines -----------------------------------------------------------------------------------------
+
+    def send(self, text: str) -> None:
+        """Send lines; raise `Broken` where there is no connection."""
+        data = text.encode("utf-8")
+        assert self.process.stdin is not None
+        with self._sending:
+            try:
+                while data:
+                    data = data[self.process.stdin.write(data) or 0 :]
+            # A closed file raises the second one.
+            except (OSError, ValueError):
+                raise Broken from None
+
+    def ask(self, **request: object) -> None:
+        """Send a request to the agent."""
+        self.send(json.dumps(request) + "\n")
+
+    def lines(self, deadline: float | None, still: Callable[[], bool]) -> Iterator[str]:
+        """Yield what comes with the mark, without it.
+
+        Block for each line; end at the deadline (of `time.monotonic`) or once `still()` is False. Raise
+        `Broken` at the end of the connection.
+        """
+        assert self.process.stdout is not None
+        descriptor, ready = self.process.stdout.fileno(), select.poll()
+        ready.register(descriptor, select.POLLIN)
+        while still():
+            while b"\n" in self._buffered:
+                line, _, self._buffered = self._buffered.partition(b"\n")
+                if line.startswith(MARK.encode()):
+                    yield line[len(MARK) :].decode("utf-8", "replace").strip()
+            left = 0.5 if deadline is None else min(0.5, deadline - time.monotonic())
+            if left <= 0:
+                return
+            if ready.poll(left * 1000):
+                piece = os.read(descriptor, _PIECE)
+                if not piece:
+                    raise Broken
+                self._buffered += piece
+
+    def become_agent(self, python: str, deadline: float, still: Callable[[], bool]) -> None:
+        """Put the agent in the place of the shell. It says hello.
+
+        Raise `ConnectionFailed` if the Python does not start in time.
+        """
+        source = Path(ssh_agent.__file__).read_text(encoding="utf-8")
+        start = f"import sys; print('{MARK}ready', flush=True); exec(sys.stdin.readline())"
+        self.send(f"exec {shlex.quote(python)} -u -c {shlex.quote(start)}\n")
+        # A shell may read more than the line that it runs, so nothing follows that line yet.
+        for line in self.lines(deadline, still):
+            if line == "ready":
+                self.send(f"exec({source!a})\n")
+                return
+        raise ConnectionFailed(f"{self.address.shown}: {python} does not start in time")
+
+    # -- forwarded sockets -----------------------------------------------------------------------------
+
+    def forward(self, here: Path, host: str, port: int) -> None:
+        """Let a socket here lead to a port there. Block for a moment; raise `ConnectionFailed`."""
+        self._request("-L", f"{here}:{_bracketed(host)}:{port}")
+
+    def forward_back(self, port: int, target: str) -> int:
+        """Let a port of the loopback there lead to a socket or an endpoint here; return the port.
+
+        Args:
+            port: 0: any free one.
+            target: a socket's path, or host:port.
+        """
+        said = self._request("-R", f"127.0.0.1:{port}:{target}")
+        return port or int(said.split()[-1])
+
+    def _request(self, option: str, what: str) -> str:
+        words = ["ssh", "-F", "none", "-S", str(self._control), "-O", "forward", option, what]
+        try:
+            done = subprocess.run(
+                [*words, "--", self.address.destination],
+                capture_output=True,
+                text=True,
+                timeout=_CONTROL,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except subprocess.TimeoutExpired:
+            raise ConnectionFailed(
+                f"{self.address.shown}: ssh did not forward a socket within {_CONTROL:g} s"
+            ) from None
+        if done.returncode:
+            if self.process.poll() is not None:
+                raise self.failure()
+            raise explained(self.address, "forwarding failed: " + (done.stderr.strip() or "no reason given"))
+        return done.stdout.strip()
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def hang_up(self) -> None:
+        """Let the agent know that nothing more is asked. Return at once."""
+        assert self.process.stdin is not None
+        with suppress(OSError, ValueError):
+            self.process.stdin.close()
+
+    def close(self, patience: float = 2.0) -> None:
+        """End the process. Block until it has ended."""
+        self.hang_up()
+        try:
+            self.process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self.process.terminate()
+            try:
+                self.process.wait(2.0)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self._control.unlink(missing_ok=True)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,141 @@
+"""How workers reach each other where ssh leads to some of them.
+
+A worker tries the others directly. Where that fails, the workers' own channel goes through ssh and this
+machine: from a port of the one's loopback to a socket here, and from there to the other worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from ipaddress import ip_address
+from pathlib import Path
+from typing import final
+
+from ..errors import ConnectionFailed, DistruntimeError
+from ..session.session import Session
+from ..wire.address import host_of
+from .ssh import SshWorker
+
+log = logging.getLogger("distruntime")
+
+# So many workers are asked side by side.
+_SIDE_BY_SIDE = 16
+
+
+@final
+class SshRoutes:
+    """The routes of one session. `Meeting` asks for them each time that workers say where they listen."""
+
+    def __init__(self, session: Session, directory: Path) -> None:
+        self._session, self._directory = session, directory
+        # These pairs of nodes, the one that dials first, have no direct route. The text says why there is
+        # none through ssh either, and is "" where there is one.
+        self._indirect: dict[tuple[int, int], str] = {}
+
+    def settle(self, listening: Mapping[int, str]) -> dict[int, list[str]]:
+        """Return what each node dials to reach each other one; "" where there is no route.
+
+        Block for some seconds at most.
+        """
+        count = len(self._session.nodes)
+        rows = {k: [listening.get(other, "") for other in range(count)] for k in listening}
+        dialling = [(k, self._worker(k)) for k in listening]
+        with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
+            direct = dict(
+                zip(
+                    listening,
+                    pool.map(lambda pair: self._direct(pair[0], pair[1], listening), dialling),
+                )
+            )
+        self._indirect = {}
+        for k, worker in dialling:
+            for other in listening:
+                if other == k or other in direct[k]:
+                    continue
+                try:
+                    rows[k][other] = self._through_here(worker, other, listening[other])
+                    self._indirect[k, other] = ""
+                except DistruntimeError as error:
+                    rows[k][other], self._indirect[k, other] = "", str(error)
+        return rows
+
+    def direct(self, one: int, other: int) -> bool:
+        """Whether two nodes reach each other without this machine."""
+        return not {(one, other), (other, one)} & self._indirect.keys()
+
+    def missing(self, one: int, other: int) -> str:
+        """Return which route is missing between two nodes, and why; nothing if there is one both ways."""
+        for here, there in ((one, other), (other, one)):
+            why = self._indirect.get((here, there), "")
+            if why:
+                nodes = self._session.nodes
+                return f"there is no route from {nodes[here]} to {nodes[there]}: {why}"
+        return ""
+
+    def _worker(self, number: int) -> SshWorker | None:
+        workers = self._session.workers
+        found = workers[number] if number < len(workers) else None
+        return found if isinstance(found, SshWorker) else None
+
+    def _direct(self, number: int, worker: SshWorker | None, listening: Mapping[int, str]) -> set[int]:
+        """Return the nodes that a node reaches directly."""
+        others = {k: address for k, address in listening.items() if k != number}
+        if worker is None:
+            # Nobody can try it there. Where the other end is a loopback, it is another machine's.
+            return {
+                k
+                for k, address in others.items()
+                if not _is_loopback(address) or self._network(k) == self._network(number)
+            }
+        asked = {
+            k: (host_of(address), int(address.rpartition(":")[2]))
+            for k, address in others.items()
+            if address.startswith("tcp://")
+            and (not _is_loopback(address) or (worker.network and worker.network == self._network(k)))
+        }
+        found = worker.reaches(list(asked.values())) if asked else []
+        return {k for k, reached in zip(asked, found) if reached}
+
+    def _network(self, number: int) -> str:
+        """Return what is the same for workers that share a loopback, as far as it is known."""
+        worker = self._worker(number)
+        if worker is not None:
+            return worker.network
+        # A daemon that is dialled at a loopback is on this machine.
+        return _own_network() if _is_loopback(self._session.nodes[number].address) else f"node {number}"
+
+    def _through_here(self, worker: SshWorker | None, other: int, address: str) -> str:
+        """Make the way from one node to another through this machine; return what the first one dials."""
+        if worker is None:
+            raise ConnectionFailed(
+                f"it cannot reach {address}, and ssh does not lead to it. Let it be reached by ssh as well "
+                "(workers=['ssh://...']), or give the other one an address that it reaches: "
+                "ssh://HOST?address=HOST"
+            )
+        host, port = host_of(address), int(address.rpartition(":")[2])
+        target = self._worker(other)
+        if target is None:
+            return f"tcp://127.0.0.1:{worker.lead_back(f'{host}:{port}')}"
+        # A worker that has come in the place of a lost one listens elsewhere.
+        here = self._directory / f"peer-{other}-{port}"
+        if not target.leads(here):
+            target.lead_there(here, host, port)
+        return f"tcp://127.0.0.1:{worker.lead_back(str(here))}"
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return address.startswith("ipc://") or ip_address(host_of(address).partition("%")[0]).is_loopback
+    except ValueError:
+        return host_of(address) == "localhost"
+
+
+def _own_network() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return boot + os.readlink("/proc/self/ns/net")
+    except OSError:
+        return "this machine"

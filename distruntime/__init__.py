@@ -66,6 +66,7 @@ if typing.TYPE_CHECKING:
         WaitTimeout,
     )
     from .log.handle import Place
+    from .magics import load_ipython_extension
     from .mesh import lines
     from .mesh.layout import Layout
     from .mesh.mesh import DeviceMesh, init_device_mesh
@@ -248,6 +249,7 @@ __all__ = [
     "lines",
     "linspace",
     "load",
+    "load_ipython_extension",
     "logspace",
     "lookup",
     "manual_seed",

@@ -1,0 +1,110 @@
+"""Magics of IPython and Jupyter: `%load_ext distruntime`, then `%%on 1` and `%dr_top`."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import CodeType
+from typing import Protocol
+
+from .cluster.nodes import nodes
+from .errors import UsageError
+from .log.handle import Place
+from .session.placing import on
+
+# `%dr_top` looks again after so many seconds.
+_AGAIN = 1.0
+
+
+class _Compiler(Protocol):
+    """What IPython compiles cells with."""
+
+    def cache(self, transformed_code: str, number: int = 0, raw_code: str | None = None) -> str:
+        """Make a cell's lines known to tracebacks, and return the file name that stands for it."""
+
+
+class Shell(Protocol):
+    """A prompt of IPython, or a kernel of Jupyter."""
+
+    user_ns: dict[str, object]
+    execution_count: int
+    compile: _Compiler
+
+    def transform_cell(self, raw_cell: str) -> str:
+        """Return a cell as Python."""
+
+    def register_magic_function(self, func: object, magic_kind: str = ..., magic_name: str = ...) -> None:
+        """Add a magic."""
+
+
+def load_ipython_extension(ipython: Shell) -> None:
+    """Add `%%on` and `%dr_top` to a prompt or a notebook: IPython calls it for `%load_ext distruntime`.
+
+    `%%on 1`, `%%on 1 cuda:0` and `%%on NAME` run a cell whose new tensors go there. NAME is a place, a mesh
+    or a stream of yours. `%dr_top` shows what the nodes do, and `%dr_top 10` does so ten times, each second.
+    """
+
+    def run_on(line: str, cell: str) -> object:
+        with _context(line.split(), ipython):
+            return _run(cell, ipython)
+
+    run_on.__doc__ = "Run a cell whose new tensors go to a node: %%on 1, %%on 1 cuda:0, %%on NAME."
+    ipython.register_magic_function(run_on, "cell", "on")
+    ipython.register_magic_function(_top, "line", "dr_top")
+
+
+def _context(words: list[str], shell: Shell) -> AbstractContextManager[object]:
+    match words:
+        case [number] if number.isdigit():
+            return on(int(number))
+        case [number, device] if number.isdigit():
+            return on(int(number), device)
+        case [name] if name in shell.user_ns:
+            found = shell.user_ns[name]
+            if isinstance(found, Place):
+                return on(found)
+            if isinstance(found, AbstractContextManager):
+                return found
+    raise UsageError(
+        f"got %%on {' '.join(words)}".rstrip() + ", expected a node's number, as %%on 1 or %%on 1 cuda:0, or "
+        "the name of a place, a mesh or a stream of yours"
+    )
+
+
+def _run(cell: str, shell: Shell) -> object:
+    """Run a cell in the user's namespace; return the value of its last expression, which IPython shows."""
+    source = shell.transform_cell(cell)
+    name = shell.compile.cache(source, shell.execution_count, raw_code=cell)
+    body = ast.parse(source, name).body
+    last = (
+        body.pop() if body and isinstance(body[-1], ast.Expr) and not source.rstrip().endswith(";") else None
+    )
+    statements: CodeType = compile(ast.Module(body, []), name, "exec")
+    exec(statements, shell.user_ns)
+    if last is None:
+        return None
+    assert isinstance(last, ast.Expr)
+    value: object = eval(compile(ast.Expression(last.value), name, "eval"), shell.user_ns)
+    return value
+
+
+class _Shown(Protocol):
+    """An output that can be replaced."""
+
+    def update(self, thing: object) -> None:
+        """Show something else in its place."""
+
+
+def _top(line: str) -> None:
+    """Show what the nodes do: %dr_top, or %dr_top 10 for ten looks, one each second."""
+    words = line.split()
+    if words and not (len(words) == 1 and words[0].isdigit() and int(words[0])):
+        raise UsageError(f"got %dr_top {line}, expected the number of looks, as %dr_top 10")
+    display: Callable[..., _Shown] = importlib.import_module("IPython.display").display
+    shown = display(nodes(), display_id=True)
+    for _ in range(int(words[0]) - 1 if words else 0):
+        time.sleep(_AGAIN)
+        shown.update(nodes())

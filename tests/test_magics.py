@@ -1,0 +1,71 @@
+"""The magics of IPython."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import distruntime as dr
+
+interactive = pytest.importorskip("IPython.core.interactiveshell")
+
+
+@pytest.fixture
+def shell(session: object) -> Iterator[Any]:
+    made = interactive.InteractiveShell.instance()
+    made.run_cell("import torch, distruntime as dr\n%load_ext distruntime").raise_error()
+    yield made
+    interactive.InteractiveShell.clear_instance()
+
+
+def test_a_cell_runs_on_a_node(shell: Any) -> None:
+    found = shell.run_cell("%%on 1\nx = torch.ones(2)\ny = x + 1\ny")
+    found.raise_error()
+    assert found.result.place == dr.place(1) and shell.user_ns["x"].place == dr.place(1)
+    assert found.result.tolist() == [2, 2]
+    # The context ends with the cell.
+    shell.run_cell("z = torch.ones(2)").raise_error()
+    assert type(shell.user_ns["z"]) is not type(shell.user_ns["x"]) or shell.user_ns["z"].place != dr.place(1)
+
+
+def test_a_cell_runs_where_a_name_leads(shell: Any) -> None:
+    shell.user_ns["there"] = dr.place(1, "cpu")
+    shell.user_ns["mesh"] = dr.init_device_mesh("cpu", (2,))
+    for line, place in (("there", dr.place(1)), ("0 cpu", dr.place(0))):
+        found = shell.run_cell(f"%%on {line}\ntorch.zeros(3)")
+        found.raise_error()
+        assert found.result.place == place
+    found = shell.run_cell("%%on mesh\ntorch.zeros(3, device='remote')")
+    found.raise_error()
+    assert len(found.result.place.members) == 2
+
+
+@pytest.mark.parametrize("line", ["", "nowhere", "1 2 3", "torch"])
+def test_what_is_no_place_says_what_is(shell: Any, line: str) -> None:
+    found = shell.run_cell(f"%%on {line}\nx = 1")
+    with pytest.raises(dr.UsageError, match=r"got %%on.*expected a node's number, as %%on 1"):
+        found.raise_error()
+
+
+def test_an_error_names_the_cells_line(shell: Any) -> None:
+    found = shell.run_cell(
+        "%%on 0\nx = torch.ones(3)\nbad = x[torch.tensor([7], device=x.device)]\nbad.tolist()"
+    )
+    with pytest.raises(IndexError, match=r"issued at .*3|bad = x"):
+        found.raise_error()
+
+
+def test_a_semicolon_hides_the_value(shell: Any) -> None:
+    found = shell.run_cell("%%on 0\ntorch.ones(3);")
+    found.raise_error()
+    assert found.result is None
+
+
+def test_the_nodes_are_shown(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    shell.run_cell("%dr_top").raise_error()
+    assert "round trip" in capsys.readouterr().out
+    found = shell.run_cell("%dr_top soon")
+    with pytest.raises(dr.UsageError, match="the number of looks"):
+        found.raise_error()

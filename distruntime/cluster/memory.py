@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Literal
 
-from ..errors import without_our_frames
+from ..errors import UsageError, without_our_frames
 from ..log.handle import Place
-from ..session.holders import Holder, held
+from ..session.holders import Holder, held, held_by_layer
 from ..session.session import active_session
 from ..session.tables import table_html, table_text
 from ..wire.units import size_text
@@ -33,14 +34,15 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """What `dr.memory` found. It prints as two tables: the devices, and the lines that hold most.
+    """What `dr.memory` found. It prints as two tables: the devices, and the lines or layers that hold most.
 
-    `left_out` counts the lines that the second table leaves out.
+    `left_out` counts those that the second table leaves out.
     """
 
     devices: tuple[DeviceMemory, ...]
     lines: tuple[Holder, ...]
     left_out: int
+    by: str = "line"
 
     def _device_rows(self) -> list[list[str]]:
         cached = any(d.reserved for d in self.devices)
@@ -63,12 +65,16 @@ class Memory:
 
     def _line_rows(self) -> list[list[str]]:
         rows = [[size_text(h.nbytes), str(h.tensors), str(h.place), h.line] for h in self.lines]
-        if self.left_out:
-            rest = sum(d.held for d in self.devices) - sum(h.nbytes for h in self.lines)
-            rows.append(
-                [size_text(rest), "", "", f"{self.left_out} more line{'s' if self.left_out > 1 else ''}"]
+        rest = sum(d.held for d in self.devices) - sum(h.nbytes for h in self.lines)
+        of_modules = self.by == "module"
+        if self.left_out or (of_modules and rest):
+            what = (
+                f"{self.left_out} more {'layer' if of_modules else 'line'}{'s' if self.left_out > 1 else ''}"
             )
-        return [["held", "tensors", "where", "made by"], *rows]
+            outside = "what no module has"
+            named = outside if not self.left_out else f"{what}, and {outside}" if of_modules else what
+            rows.append([size_text(rest), "", "", named])
+        return [["held", "tensors", "where", "layer" if of_modules else "made by"], *rows]
 
     def __repr__(self) -> str:
         return table_text(self._device_rows()) + (
@@ -80,7 +86,7 @@ class Memory:
 
 
 @without_our_frames
-def memory(node: int | None = None, *, top: int = 10) -> Memory:
+def memory(node: int | None = None, *, top: int = 10, by: Literal["line", "module"] = "line") -> Memory:
     """Return who holds the memory of a node's devices, or of every node's.
 
     Block for two round trips, at most 2 s a node.
@@ -91,11 +97,16 @@ def memory(node: int | None = None, *, top: int = 10) -> Memory:
 
     Args:
         node: a node's number; all nodes if left out, but for lost ones.
-        top: how many lines to name, the biggest first.
+        top: how many lines or layers to name, the biggest first.
+        by: "line" names the lines of your program that made the values. "module" names the layers of your
+            modules, with their gradients and the state of their optimizers. A layer's name ends with the
+            first number in its path.
 
     Raises:
-        PlacementError: there is no such node. NodeFailed: it is lost.
+        UsageError: `by` is something else. PlacementError: there is no such node. NodeFailed: it is lost.
     """
+    if by not in ("line", "module"):
+        raise UsageError(f'got by={by!r}, expected "line" or "module"')
     session = active_session()
     asked = session.living(node)
     infos = [node_info(session, n) for n in asked]
@@ -104,10 +115,12 @@ def memory(node: int | None = None, *, top: int = 10) -> Memory:
     there: Counter[Place] = Counter()
     for line in lines:
         there[line.place] += line.nbytes
+    if by == "module":
+        lines = held_by_layer(asked, poisoned=hollow)
     devices = [
         DeviceMemory(place, d.total, d.free, d.allocated, d.reserved, values[place], there[place])
         for info in infos
         for d in info.devices
         for place in [session.places.known(info.index, d.name)]
     ]
-    return Memory(tuple(devices), tuple(lines[:top]), max(0, len(lines) - top))
+    return Memory(tuple(devices), tuple(lines[:top]), max(0, len(lines) - top), by)

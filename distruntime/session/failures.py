@@ -24,7 +24,7 @@ from ..log.line import callers_text
 from ..log.node import Node
 from ..wire.messages import Failure
 from ..wire.units import size_text
-from .holders import held
+from .holders import held, held_by_layer
 
 _MOST_HOLDERS = 5
 
@@ -111,6 +111,12 @@ def _holders(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]]) ->
             f"  held there: {size_text(sum(h.nbytes for h in rest))} by {len(rest)} more lines; "
             f"dr.memory({node.index}) lists them"
         )
+    layers = held_by_layer([node], before=(cause.log or node, failure.position), poisoned=poisoned)
+    of_device = [h for h in layers if h.place.local_device == device or (simulated and not card)]
+    if of_device:
+        named = ", ".join(f"{size_text(h.nbytes)} {h.line}" for h in of_device[:_MOST_HOLDERS])
+        more = f"; dr.memory({node.index}, by='module') lists all {len(of_device)}"
+        lines.append(f"  by layers: {named}{more if len(of_device) > _MOST_HOLDERS else ''}")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Who holds memory on the workers: live values, each storage once, summed by the line that made them.
+"""Who holds memory on the workers: live values, each storage once, by the line that made it or by layer.
 
 Found by a walk over everything that Python's collector knows, because a registry would cost every operation
 something. Nothing that is found is kept.
@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from types import CodeType
+
+import torch
 
 from ..log.handle import Handle, Place
 from ..log.line import code_text, place_of
@@ -27,9 +29,9 @@ _MOST_LINES = 4
 
 @dataclass(frozen=True)
 class Holder:
-    """Memory that one line of the master holds at one place, in bytes and tensors.
+    """Memory that one line of the master, or one layer, holds at one place, in bytes and tensors.
 
-    Views count with their base.
+    `line` names the one or the other. Views count with their base.
     """
 
     nbytes: int
@@ -46,6 +48,8 @@ class _Held:
     position: int
     place: Place
     line: tuple[CodeType | None, int]
+    # The storage's id.
+    storage: int
 
 
 def held(
@@ -59,6 +63,35 @@ def held(
     `before` leaves out what was issued behind that position of that log, `poisoned` what is known to hold
     nothing: see `Session.poisoned`.
     """
+    storages, values = _storages(nodes, before, poisoned)
+    return _by_line(storages), values
+
+
+def held_by_layer(
+    nodes: Collection[Node],
+    *,
+    before: tuple[Log, int] | None = None,
+    poisoned: Collection[tuple[int, ...]] = (),
+) -> list[Holder]:
+    """Return which layers of the modules here hold memory on these nodes, biggest first. See `held`.
+
+    What no module has is missing.
+    """
+    owners = layers()
+    storages, _ = _storages(nodes, before, poisoned)
+    nbytes: Counter[tuple[Place, str]] = Counter()
+    tensors: Counter[tuple[Place, str]] = Counter()
+    for storage in storages:
+        layer = owners.get(storage.storage)
+        if layer is not None and storage.nbytes:
+            nbytes[storage.place, layer] += storage.nbytes
+            tensors[storage.place, layer] += 1
+    return [Holder(count, tensors[key], *key) for key, count in nbytes.most_common()]
+
+
+def _storages(
+    nodes: Collection[Node], before: tuple[Log, int] | None, poisoned: Collection[tuple[int, ...]]
+) -> tuple[Collection[_Held], Counter[Place]]:
     storages: dict[tuple[int, Place], _Held] = {}
     values: Counter[Place] = Counter()
     # Instances refer to their class. No object of anybody else may be held, not for a moment: a tuple that
@@ -85,7 +118,7 @@ def held(
                 # Positions of another log do not compare.
                 position = born[0] if storage is handle.storage else _LAST
                 mine = storages.setdefault(
-                    (id(storage), place), _Held(nbytes, position, place, place_of(born))
+                    (id(storage), place), _Held(nbytes, position, place, place_of(born), id(storage))
                 )
                 mine.nbytes = max(mine.nbytes, nbytes)
                 if position < mine.position:
@@ -93,7 +126,58 @@ def held(
     finally:
         # After Ctrl-C the traceback would keep this frame, and so these.
         del handle, found, storage
-    return _by_line(storages.values()), values
+    return storages.values(), values
+
+
+def layers() -> dict[int, str]:
+    """Return the layer of a module that has each storage, by the storage's id, as "GPT.blocks.3".
+
+    A layer is named up to the first number in its path. Gradients and optimizers' state say so.
+    """
+    classes = _subclasses(torch.nn.Module) | _subclasses(torch.optim.Optimizer)
+    things = [thing for thing in gc.get_referrers(*classes) if type(thing) in classes]
+    found: dict[int, str] = {}
+    modules = [thing for thing in things if isinstance(thing, torch.nn.Module)]
+    inner = {id(child) for module in modules for child in module._modules.values()}
+    for root in modules:
+        if id(root) in inner:
+            continue
+        for path, module in root.named_modules():
+            layer = ".".join([type(root).__name__, *_up_to_number(path)])
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                _note(found, tensor, layer)
+                if isinstance(tensor, torch.nn.Parameter):
+                    _note(found, tensor.grad, f"{layer}, gradients")
+    for optimizer in things:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            for parameter, state in optimizer.state.items():
+                storage = _storage_of(parameter)
+                layer = found.get(0 if storage is None else id(storage), "")
+                for tensor in state.values() if isinstance(state, dict) else ():
+                    _note(found, tensor, f"{layer}, state of {type(optimizer).__name__}".lstrip(", "))
+    return found
+
+
+def _subclasses(cls: type) -> set[type]:
+    return {cls}.union(*map(_subclasses, cls.__subclasses__()))
+
+
+def _up_to_number(path: str) -> list[str]:
+    parts = path.split(".") if path else []
+    first = next((k for k, part in enumerate(parts) if part.isdigit()), 0)
+    return parts[: first + 1]
+
+
+def _storage_of(tensor: object) -> object:
+    """Return the storage of a remote tensor, or of the shards of a DTensor; None for any other object."""
+    handle = getattr(getattr(tensor, "_local_tensor", tensor), "_handle", None)
+    return handle.storage if isinstance(handle, Handle) else None
+
+
+def _note(found: dict[int, str], tensor: object, layer: str) -> None:
+    storage = _storage_of(tensor)
+    if storage is not None:
+        found.setdefault(id(storage), layer)
 
 
 def _places(

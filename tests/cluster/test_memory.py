@@ -143,6 +143,41 @@ def test_gradients_and_what_backward_needs_count_under_the_line_of_the_step() ->
     ]  # weight, input, output to square; weight and its gradient
 
 
+class Tower(nn.Module):
+    """Two blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(K, 1, bias=False), nn.Linear(K, 2, bias=False)])
+        self.head = nn.Linear(K, 4, bias=False)
+
+
+def test_layers_hold_parameters_gradients_and_their_optimizers_state() -> None:
+    model = Tower().to(REMOTE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    other = torch.ones(K, device=REMOTE)
+    sum(p.sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    found = dr.memory(0, by="module")
+    assert {(h.line, h.nbytes // 1024, h.tensors) for h in found.lines} == {
+        *((f"Tower.{name}", size, 1) for name, size in (("blocks.0", 1), ("blocks.1", 2), ("head", 4))),
+        *((f"Tower.{name}, gradients", k, 1) for name, k in (("blocks.0", 1), ("blocks.1", 2), ("head", 4))),
+        *((f"Tower.{n}, state of SGD", k, 1) for n, k in (("blocks.0", 1), ("blocks.1", 2), ("head", 4))),
+    }
+    text = repr(dr.memory(0, by="module", top=2))
+    assert "  layer\n" in text and "7 more layers, and what no module has" in text
+    assert other.numel() == K
+    with pytest.raises(dr.UsageError, match='got by=\'layer\', expected "line" or "module"'):
+        dr.memory(by="layer")  # type: ignore[arg-type]
+
+
+def test_an_allocation_that_fails_names_the_layers() -> None:
+    model = Tower().to(REMOTE)
+    with pytest.raises(RuntimeError, match=r"by layers: 4\.0 KiB Tower\.head, 2\.0 KiB Tower\.blocks\.1, "):
+        torch.ones(TOO_MUCH, device=REMOTE).sum().item()
+    assert len(model.blocks) == 2
+
+
 def test_only_the_biggest_are_named() -> None:
     a = torch.ones(3 * K, device=REMOTE)
     b = torch.ones(2 * K, device=REMOTE)

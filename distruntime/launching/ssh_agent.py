@@ -315,7 +315,7 @@ class Agent:
                 buffered += piece
                 *lines, buffered = buffered.split(b"\n")
                 for line in lines:
-                    if not self.act(json.JSONDecoder().decode(line)):
+                    if not self.act(json.JSONDecoder().decode(line.decode())):
                         return
             self.look()
             with suppress(ChildProcessError):

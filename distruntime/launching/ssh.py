@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import final
 
 from ..errors import ConfigurationError, ConnectionFailed, DistruntimeError
@@ -26,6 +25,7 @@ from .ssh_address import SshAddress
 from .ssh_connection import Broken, SshConnection
 from .ssh_probe import best, interpreters, lacking, script
 from .ssh_setup import set_up
+from .ssh_ways import SshWays
 
 log = logging.getLogger("distruntime")
 
@@ -33,8 +33,6 @@ log = logging.getLogger("distruntime")
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.2, 10.0
 # A worker that is to end has so many seconds before its agent kills it.
 _STOP = 3.0
-# The agent answers a request within so many seconds, or it is not there.
-_ANSWER = 10.0
 
 
 @final
@@ -74,16 +72,12 @@ class SshWorker(WorkerProcess):
         self._ended: str | None = None
         # An exception would keep its traceback, and the values in it.
         self._failure: tuple[type[DistruntimeError], str] | None = None
+        # Other workers come by these.
+        self.ways = SshWays(address)
         # It guards what follows.
         self._lock = threading.RLock()
         self._connection: SshConnection | None = None
         self._connections = 0
-        # These sockets are forwarded again on each connection: here, and where they lead to there.
-        self._forwards: dict[Path, tuple[str, int]] = {}
-        # These ports there lead to what is here.
-        self._backs: dict[str, int] = {}
-        self._answers: dict[int, SimpleQueue[list[object]]] = {}
-        self._asked = 0
         # Nothing is begun after this time (of `time.monotonic`), and no connection is made anew once it is
         # not infinite.
         self._give_up_at = math.inf
@@ -158,60 +152,6 @@ class SshWorker(WorkerProcess):
     def __repr__(self) -> str:
         return f"<SshWorker node {self.node}, {self.address.shown}, {self.poll() or self.step}>"
 
-    # -- ways for the others ---------------------------------------------------------------------------
-
-    def reaches(self, endpoints: Sequence[tuple[str, int]]) -> list[bool]:
-        """Return which of these hosts and ports take a connection from there; none where it is not known.
-
-        Block for some seconds at most.
-        """
-        answer: SimpleQueue[list[object]] = SimpleQueue()
-        with self._lock:
-            connection, self._asked = self._connection, self._asked + 1
-            number = self._asked
-            self._answers[number] = answer
-        try:
-            if connection is not None:
-                connection.ask(do="reach", request=number, endpoints=[list(pair) for pair in endpoints])
-                return [found is True for found in answer.get(timeout=_ANSWER)]
-        except (Broken, Empty):
-            pass
-        finally:
-            with self._lock:
-                del self._answers[number]
-        return [False] * len(endpoints)
-
-    def leads(self, here: Path) -> bool:
-        """Whether a socket here leads there already."""
-        return here in self._forwards
-
-    def lead_there(self, here: Path, host: str, port: int) -> None:
-        """Let a socket here lead to a port that its machine reaches, on later connections too.
-
-        Block for a moment. Raise `ConnectionFailed` where its sshd does not allow that.
-        """
-        with self._lock:
-            self._forwards[here] = host, port
-            connection = self._connection
-        if connection is not None:
-            connection.forward(here, host, port)
-
-    def lead_back(self, target: str) -> int:
-        """Let a port of its machine's loopback lead to a socket or an endpoint here; return the port.
-
-        Block for a moment. Raise `ConnectionFailed` where that cannot be.
-        """
-        with self._lock:
-            connection, port = self._connection, self._backs.get(target, 0)
-        if port:
-            return port
-        if connection is None:
-            raise ConnectionFailed(f"{self.address.shown}: there is no connection now")
-        port = connection.forward_back(0, target)
-        with self._lock:
-            self._backs[target] = port
-        return port
-
     # -- its thread ------------------------------------------------------------------------------------
 
     def _live(self) -> None:
@@ -239,6 +179,7 @@ class SshWorker(WorkerProcess):
                 why = str(error)
             if self._over.is_set():
                 return
+            self.step = "connecting again"
             log.info("%s: %s. Connecting again", self.address.shown, why)
             if time.monotonic() - began > 10 * _LONGEST_PAUSE:
                 pause = _SHORTEST_PAUSE
@@ -264,7 +205,7 @@ class SshWorker(WorkerProcess):
                 return False
         finally:
             with self._lock:
-                self._connection = None
+                self._connection = self.ways.connection = None
             connection.close()
 
     def _connect(self) -> SshConnection:
@@ -339,6 +280,7 @@ class SshWorker(WorkerProcess):
             match said:
                 case {"hello": _, "sshd": int(sshd), "network": str(network)}:
                     before, self._sshd, self.network = self._sshd, sshd, network
+                    self.ways.connection = connection
                     lasting = self._name != ""
                     if first:
                         connection.ask(**self._request())
@@ -353,35 +295,23 @@ class SshWorker(WorkerProcess):
                     self._folder, self.found = folder, found
                 case {"port": int(port), "pid": int(pid)}:
                     self._pid = pid
-                    self._open_ways(connection, port)
+                    self.ways.open_on(connection)
+                    connection.forward(self._socket, "127.0.0.1", port)
+                    self.step = "running"
+                    self.ready.set()
                 case {"log": str(text), "offset": int(offset)}:
                     # Its folder may have gone with the session.
                     with suppress(FileNotFoundError), self._log.open("ab") as file:
                         file.write(base64.b64decode(text))
                     self._offset = offset
                 case {"request": int(number), "reached": list(reached)}:
-                    with self._lock:
-                        answer = self._answers.get(number)
-                    if answer is not None:
-                        answer.put(reached)
+                    self.ways.answered(number, reached)
                 case {"failed": str(why)}:
                     raise ConnectionFailed(f"{self.address.shown}: {why}")
                 case {"ended": str(how)}:
                     self._ended = how
                     return True
         return False
-
-    def _open_ways(self, connection: SshConnection, port: int) -> None:
-        """Forward the worker's socket, and what else led somewhere on the connection before."""
-        with self._lock:
-            forwards, backs = dict(self._forwards), dict(self._backs)
-        for target, there in backs.items():
-            connection.forward_back(there, target)
-        for here, (host, at) in forwards.items():
-            connection.forward(here, host, at)
-        connection.forward(self._socket, "127.0.0.1", port)
-        self.step = "running"
-        self.ready.set()
 
 
 @final

@@ -18,6 +18,7 @@ from ..errors import ConnectionFailed, DistruntimeError
 from ..session.session import Session
 from ..wire.address import host_of
 from .ssh import SshWorker
+from .ssh_agent import reach
 
 log = logging.getLogger("distruntime")
 
@@ -42,24 +43,19 @@ class SshRoutes:
         """
         count = len(self._session.nodes)
         rows = {k: [listening.get(other, "") for other in range(count)] for k in listening}
-        dialling = [(k, self._worker(k)) for k in listening]
         with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
-            direct = dict(
-                zip(
-                    listening,
-                    pool.map(lambda pair: self._direct(pair[0], pair[1], listening), dialling),
-                )
-            )
-        self._indirect = {}
-        for k, worker in dialling:
+            looked = dict(zip(listening, pool.map(lambda k: self._looked(k, listening), listening)))
+        indirect: dict[tuple[int, int], str] = {}
+        for k in listening:
             for other in listening:
-                if other == k or other in direct[k]:
+                if other == k or self._is_direct(k, other, listening[other], looked):
                     continue
                 try:
-                    rows[k][other] = self._through_here(worker, other, listening[other])
-                    self._indirect[k, other] = ""
+                    rows[k][other] = self._through_here(k, other, listening[other])
+                    indirect[k, other] = ""
                 except DistruntimeError as error:
-                    rows[k][other], self._indirect[k, other] = "", str(error)
+                    rows[k][other], indirect[k, other] = "", str(error)
+        self._indirect = indirect
         return rows
 
     def direct(self, one: int, other: int) -> bool:
@@ -80,50 +76,64 @@ class SshRoutes:
         found = workers[number] if number < len(workers) else None
         return found if isinstance(found, SshWorker) else None
 
-    def _direct(self, number: int, worker: SshWorker | None, listening: Mapping[int, str]) -> set[int]:
-        """Return the nodes that a node reaches directly."""
-        others = {k: address for k, address in listening.items() if k != number}
-        if worker is None:
-            # Nobody can try it there. Where the other end is a loopback, it is another machine's.
-            return {
-                k
-                for k, address in others.items()
-                if not _is_loopback(address) or self._network(k) == self._network(number)
-            }
+    def _looked(self, number: int, listening: Mapping[int, str]) -> Mapping[int, bool] | None:
+        """Return which other nodes a node reaches; None where nobody can look from there."""
+        network, worker = self._network(number), self._worker(number)
         asked = {
             k: (host_of(address), int(address.rpartition(":")[2]))
-            for k, address in others.items()
-            if address.startswith("tcp://")
-            and (not _is_loopback(address) or (worker.network and worker.network == self._network(k)))
+            for k, address in listening.items()
+            if k != number
+            and address.startswith("tcp://")
+            # A loopback is that of the machine on which one looks.
+            and (not _is_loopback(address) or self._network(k) == network)
         }
-        found = worker.reaches(list(asked.values())) if asked else []
-        return {k for k, reached in zip(asked, found) if reached}
+        if worker is not None:
+            found = worker.ways.reaches(list(asked.values())) if asked else []
+        elif network == _own_network():
+            found = reach(list(asked.values()))
+        else:
+            return None
+        return dict(zip(asked, found))
+
+    def _is_direct(
+        self, one: int, other: int, address: str, looked: Mapping[int, Mapping[int, bool] | None]
+    ) -> bool:
+        there, back = looked[one], looked[other]
+        if there is not None:
+            # Sockets in a folder are for workers of one machine.
+            return there.get(
+                other, address.startswith("ipc://") and self._network(one) == self._network(other)
+            )
+        # Nobody can look from a daemon on another machine. What does not reach it is not reached by it.
+        return not _is_loopback(address) and (back is None or back.get(one, False))
 
     def _network(self, number: int) -> str:
         """Return what is the same for workers that share a loopback, as far as it is known."""
         worker = self._worker(number)
         if worker is not None:
-            return worker.network
+            return worker.network or f"node {number}"
         # A daemon that is dialled at a loopback is on this machine.
         return _own_network() if _is_loopback(self._session.nodes[number].address) else f"node {number}"
 
-    def _through_here(self, worker: SshWorker | None, other: int, address: str) -> str:
+    def _through_here(self, one: int, other: int, address: str) -> str:
         """Make the way from one node to another through this machine; return what the first one dials."""
-        if worker is None:
-            raise ConnectionFailed(
-                f"it cannot reach {address}, and ssh does not lead to it. Let it be reached by ssh as well "
-                "(workers=['ssh://...']), or give the other one an address that it reaches: "
-                "ssh://HOST?address=HOST"
-            )
-        host, port = host_of(address), int(address.rpartition(":")[2])
-        target = self._worker(other)
-        if target is None:
-            return f"tcp://127.0.0.1:{worker.lead_back(f'{host}:{port}')}"
-        # A worker that has come in the place of a lost one listens elsewhere.
-        here = self._directory / f"peer-{other}-{port}"
-        if not target.leads(here):
-            target.lead_there(here, host, port)
-        return f"tcp://127.0.0.1:{worker.lead_back(str(here))}"
+        worker, target = self._worker(one), self._worker(other)
+        here = f"{host_of(address)}:{address.rpartition(':')[2]}"
+        if target is not None:
+            # A worker that has come in the place of a lost one listens elsewhere.
+            path = self._directory / f"peer-{other}-{address.rpartition(':')[2]}"
+            target.ways.lead_there(path, host_of(address), int(address.rpartition(":")[2]))
+            here = str(path)
+        elif not address.startswith("tcp://"):
+            here = address.removeprefix("ipc://")
+        if worker is not None:
+            return f"tcp://127.0.0.1:{worker.ways.lead_back(here)}"
+        if target is not None and self._network(one) == _own_network():
+            return f"ipc://{here}"
+        raise ConnectionFailed(
+            f"it does not reach {address}, and ssh does not lead to it. Let it be reached by ssh as well "
+            "(workers=['ssh://...']), or give the other one an address that it reaches: ssh://HOST?address=HOST"
+        )
 
 
 def _is_loopback(address: str) -> bool:

@@ -54,8 +54,10 @@ def no_session() -> Iterator[None]:
 
 _GLOO = pytest.param("gloo", marks=pytest.mark.slow(reason="each group of gloo takes a while: 12.7 s in all"))
 
+_RELAY = pytest.param("relay", marks=pytest.mark.slow(reason="has every collective, as gloo: 14 s in all"))
 
-@pytest.mark.parametrize("channel", [_GLOO, "tcp", "tcp+tls", "relay"])
+
+@pytest.mark.parametrize("channel", [_GLOO, "tcp", "tcp+tls", _RELAY])
 def test_a_shipped_channel_passes_the_suite(no_session: None, channel: str) -> None:
     check_data_channel(channel)
 

@@ -167,6 +167,7 @@ class Machine:
 
     def __init__(self, account: Account, name: str, namespace: str, host: str, settings: str) -> None:
         self.account, self.name, self.host, self.port = account, name, host, _port()
+        self.namespace = namespace
         self.log = account.folder / f"{name}.log"
         config = account.folder / f"{name}.conf"
         config.write_text(

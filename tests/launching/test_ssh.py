@@ -23,6 +23,7 @@ import namespaces
 from distruntime.launching.ssh import SshWorker
 from distruntime.session.session import active_session
 from distruntime.version import __version__
+from distruntime.wire.keys import KeyPair
 from processes import STARTING, Child, ListeningWorker, until
 from sshd import Account, Islands, Machine, packages, unavailable
 
@@ -168,6 +169,26 @@ def test_copies_and_collectives_go_through_ssh_where_ports_are_closed(
         x = torch.ones(2, device=mesh.device)
         assert dr.lines.all_reduce(mesh.lines(), x).cpu is not None
     assert "tensors between them take that way" in caplog.text
+
+
+def test_a_route_that_is_missing_is_named(
+    islands: list[Machine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    KeyPair.generate().save(tmp_path / "key")
+    daemon = ListeningWorker(
+        tmp_path,
+        *("--listen", f"tcp://{islands[0].host}:0", "--key", str(tmp_path / "key")),
+        under=("ip", "netns", "exec", islands[0].namespace),
+    )
+    try:
+        with begin(daemon.address, islands[1].address()):
+            x = torch.ones(2, device=dr.place(0, "cpu"))
+            with pytest.raises(
+                dr.ConnectionFailed, match=r"there is no route from node 0 .*to node 1 .*as well"
+            ):
+                x.to(dr.place(1, "cpu"))
+    finally:
+        daemon.stop()
 
 
 def test_a_killed_ssh_costs_nothing(islands: list[Machine]) -> None:

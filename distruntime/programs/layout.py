@@ -57,8 +57,9 @@ class Layout:
                 name = opened.get((HELD, path))
                 fixed = "fixed", self._held[path].storage
                 self._known[id(storage)] = fixed if name is None else ("argument", int(name[1]))
+        # What was found at one path and left at another is what a replay finds at the first one.
         for handle in self._held.values():
-            self._known[id(handle.storage)] = "fixed", handle.storage
+            self._known.setdefault(id(handle.storage), ("fixed", handle.storage))
         for k, leaf in reversed([*enumerate(leaves)]):
             if isinstance(leaf, DistributedTensor):
                 self._known[id(leaf._handle.storage)] = "argument", k

@@ -11,7 +11,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE
-from processes import slots
+from processes import blocked, slots, steady
 
 Step = Callable[..., torch.Tensor]
 
@@ -254,6 +254,37 @@ def test_on_a_node_with_streams_replays_keep_the_order(session: object) -> None:
             found.append(program(x))
     assert [y.tolist() for y in found] == [[2.0 * k] * 3 for k in range(1, 9)]
     assert program.replays > 3
+
+
+def test_what_changes_places_is_written_after_another_stream_has_read_it(session: object) -> None:
+    """What was found at one path and left at another is the first one's memory in a replay."""
+    streams = [dr.Stream(REMOTE) for _ in range(2)]
+    box = SimpleNamespace(a=torch.ones(3, device=REMOTE), b=torch.full((3,), 2.0, device=REMOTE))
+
+    def step() -> torch.Tensor:
+        with streams[0]:
+            y = box.b * 10
+        box.a, box.b = box.b, box.a
+        with streams[1]:
+            box.a.add_(1)
+        # The last part of a program changes the places.
+        with streams[0]:
+            return y + 0
+
+    program: Any = dr.program(step)
+    here, found = [1.0, 2.0], []
+    for _ in range(8):
+        with blocked(streams[0]):
+            y = program()
+            # The other stream gets as far as it can.
+            written = dr.Event()
+            written.record(streams[1])
+            steady(written.query, 0.1)
+        found.append((y.tolist(), [here[1] * 10] * 3))
+        here = [here[1] + 1, here[0]]
+    assert program.replays >= 4
+    assert [one for one, _ in found] == [other for _, other in found]
+    assert [box.a.tolist(), box.b.tolist()] == [[value] * 3 for value in here]
 
 
 @pytest.mark.parametrize("zero_inside", [True, False])

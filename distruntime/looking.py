@@ -117,7 +117,7 @@ def _end(options: argparse.Namespace) -> int:
     if _has_ended(entry):
         _drop_ended(entry)
         return 0
-    answers = [] if entry.listen else _ask(entry, options.timeout)
+    answers = [] if entry.listen or need_ssh(entry.workers) else _ask(entry, options.timeout)
     rows = _rows(entry, answers)
     if answers and all(answer.value is not None for answer in answers) and not rows:
         drop(entry)
@@ -137,7 +137,14 @@ def _end(options: argparse.Namespace) -> int:
             f"the session {entry.name!r} is in use, by {_master(used)}. --force ends it all the same"
         )
     # Who ends a session attaches to it, as its next master would.
-    session = init_master_worker(session=entry.name, resume=True, force=options.force, quiet=True)
+    try:
+        session = init_master_worker(session=entry.name, resume=True, force=options.force, quiet=True)
+    except ConnectionFailed as error:
+        if not (options.force and need_ssh(entry.workers)):
+            raise
+        drop(entry)
+        print(f"the note of session {entry.name!r} is dropped. {error}")
+        return 0
     count = len(session.nodes)
     session.shutdown(raise_unread=False)
     print(f"the session {entry.name!r} has ended, on {count} node{'s' if count != 1 else ''}")

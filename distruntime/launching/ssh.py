@@ -205,7 +205,8 @@ class SshWorker(WorkerProcess):
                 return False
         finally:
             with self._lock:
-                self._connection = self.ways.connection = None
+                self._connection = None
+            self.ways.carried_by(None)
             connection.close()
 
     def _connect(self) -> SshConnection:
@@ -280,7 +281,7 @@ class SshWorker(WorkerProcess):
             match said:
                 case {"hello": _, "sshd": int(sshd), "network": str(network)}:
                     before, self._sshd, self.network = self._sshd, sshd, network
-                    self.ways.connection = connection
+                    self.ways.carried_by(connection)
                     lasting = self._name != ""
                     if first:
                         connection.ask(**self._request())

@@ -20,21 +20,28 @@ _ANSWER = 10.0
 
 @final
 class SshWays:
-    """The ways of one worker. Any thread.
-
-    `connection` is the one that carries them now, or None.
-    """
+    """The ways of one worker. Any thread."""
 
     def __init__(self, address: SshAddress) -> None:
         self._address = address
         self._lock = threading.Lock()
-        self.connection: SshConnection | None = None
+        self._connection: SshConnection | None = None
+        self._connected = threading.Event()
         # These are sockets here, each with where it leads to there.
         self._there: dict[Path, tuple[str, int]] = {}
         # These are sockets and endpoints here, each with the port that leads to it.
         self._back: dict[str, int] = {}
         self._answers: dict[int, SimpleQueue[Sequence[object]]] = {}
         self._asked = 0
+
+    def carried_by(self, connection: SshConnection | None) -> None:
+        """Take the connection that carries the ways from now on; None: there is none."""
+        with self._lock:
+            self._connection = connection
+            if connection is None:
+                self._connected.clear()
+            else:
+                self._connected.set()
 
     def open_on(self, connection: SshConnection) -> None:
         """Make all ways on a new connection; raise `ConnectionFailed` where one cannot be."""
@@ -51,8 +58,10 @@ class SshWays:
         Block for some seconds at most.
         """
         answer: SimpleQueue[Sequence[object]] = SimpleQueue()
+        # A connection that has just broken is made again soon.
+        self._connected.wait(_ANSWER)
         with self._lock:
-            connection, self._asked = self.connection, self._asked + 1
+            connection, self._asked = self._connection, self._asked + 1
             number = self._asked
             self._answers[number] = answer
         try:
@@ -82,7 +91,7 @@ class SshWays:
             if here in self._there:
                 return
             self._there[here] = host, port
-            connection = self.connection
+            connection = self._connection
         if connection is not None:
             connection.forward(here, host, port)
 
@@ -91,8 +100,9 @@ class SshWays:
 
         Block for a moment. Raise `ConnectionFailed` where that cannot be.
         """
+        self._connected.wait(_ANSWER)
         with self._lock:
-            connection, port = self.connection, self._back.get(target, 0)
+            connection, port = self._connection, self._back.get(target, 0)
         if port:
             return port
         if connection is None:

@@ -20,6 +20,7 @@ import torch
 
 import distruntime as dr
 import namespaces
+from distruntime.__main__ import main
 from distruntime.launching.ssh import SshWorker
 from distruntime.session.session import active_session
 from distruntime.version import __version__
@@ -239,7 +240,9 @@ def test_nothing_is_left_of_a_master_that_was_killed(account: Account, box: Mach
         until(lambda: not account.processes())
 
 
-def test_a_named_session_is_found_again(account: Account, box: Machine) -> None:
+def test_a_named_session_is_found_again(
+    account: Account, box: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
     def open_it(**arguments: object) -> dr.Session:
         return begin(box.address(), session="day", **arguments)
 
@@ -252,7 +255,9 @@ def test_a_named_session_is_found_again(account: Account, box: Machine) -> None:
     open_it(resume="auto")
     assert dr.nodes()[0].pid == pid
     assert dr.lookup("x").tolist() == [0.0, 1.0, 2.0]
-    dr.shutdown()
+    dr.detach()
+    assert main(["sessions"]) == 0 and "reached by ssh" in capsys.readouterr().out
+    assert main(["sessions", "--end", "day"]) == 0 and "has ended, on 1 node" in capsys.readouterr().out
     until(lambda: not account.processes())
     with pytest.raises(dr.ConnectionFailed, match=r"ssh://gpubox: it has no worker of this session any more"):
         open_it(resume=True)

@@ -30,6 +30,7 @@ from . import (
     streams,
     survival,
     takeover,
+    timeline,
     training_step,
     weights,
 )
@@ -49,6 +50,7 @@ BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
     "strangers": strangers.measure,
     "takeover": takeover.measure,
     "functions": functions.measure,
+    "timeline": timeline.measure,
     "weights": weights.measure,
     "loader": loader.measure,
     "automatic_replay": automatic_replay.measure,

@@ -31,6 +31,7 @@ from . import (
     streams,
     survival,
     takeover,
+    timeline,
     training_step,
     weights,
 )
@@ -51,6 +52,7 @@ BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
     "strangers": strangers.measure,
     "takeover": takeover.measure,
     "functions": functions.measure,
+    "timeline": timeline.measure,
     "weights": weights.measure,
     "loader": loader.measure,
     "automatic_replay": automatic_replay.measure,

@@ -122,6 +122,8 @@ if typing.TYPE_CHECKING:
     )
     from .tensors.fetch import Fetched, fetch, fetch_async
     from .tensors.tensor import DistributedTensor
+    from .timeline.trace import Trace, trace
+    from .timeline.why_slow import WhySlow, why_slow
     from .wire.data_channel import Capabilities, DataChannel, Membership, Reduction, register_data_channel
 
 
@@ -209,9 +211,11 @@ __all__ = [
     "Stall",
     "Stream",
     "StreamCancelled",
+    "Trace",
     "UntrustedError",
     "UsageError",
     "WaitTimeout",
+    "WhySlow",
     "Work",
     "WorkerProcess",
     "all_gather",
@@ -295,6 +299,8 @@ __all__ = [
     "synchronize",
     "takeover",
     "tensor",
+    "trace",
     "unpublish",
+    "why_slow",
     "zeros",
 ]

@@ -195,6 +195,8 @@ def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "worker", metavar="NODE", help="the address of a worker, or the number of a node in a named session"
     )
     command.add_argument("--session", metavar="NAME", help="the named session that has this node")
+    command = commands.add_parser("why-slow", help="say where the time of a trace went (dr.trace)")
+    command.add_argument("trace", metavar="FILE", help="the file that dr.trace has written")
 
 
 def _look(options: argparse.Namespace) -> int:
@@ -204,6 +206,16 @@ def _look(options: argparse.Namespace) -> int:
         looking = importlib.import_module(".looking", __package__)
         status: int = getattr(looking, options.command)(options)
         return status
+    except DistruntimeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _why_slow(options: argparse.Namespace) -> int:
+    try:
+        # It imports torch, which takes two seconds.
+        print(repr(importlib.import_module(".timeline.why_slow", __package__).why_slow(options.trace)))
+        return 0
     except DistruntimeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -369,6 +381,8 @@ def main(arguments: list[str] | None = None) -> int:
             return _key()
         case "status" | "top" | "sessions" | "stacks":
             return _look(options)
+        case "why-slow":
+            return _why_slow(options)
     parser.print_help()
     return 0
 

@@ -70,6 +70,7 @@ docs/porting
 docs/ecosystem
 docs/notebooks
 docs/slow
+docs/timeline
 docs/sessions
 docs/publishing
 docs/checkpoints

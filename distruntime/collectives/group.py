@@ -142,6 +142,11 @@ class Groups:
         session.on_loss.append(self._lost)
         session.on_broken = self._broken
 
+    def nodes_in(self, number: int) -> list[int]:
+        """Return the nodes that have members of an open group; nothing where there is no such group."""
+        group = self._groups.get(number)
+        return [] if group is None else sorted(node.index for node in group.own)
+
     def _lost(self, node: Node) -> None:
         for group in [*self._groups.values(), *self._closing]:
             if node in group.own:

@@ -196,7 +196,7 @@ def code_text(code: CodeType | None, offset: int) -> str:
         return "an unknown line"
     number = line_number(code, offset)
     source = linecache.getline(code.co_filename, number).strip()
-    return f"{_file_name(code.co_filename)}:{number}" + (f"   {source}" if source else "")
+    return f"{file_name(code.co_filename)}:{number}" + (f"   {source}" if source else "")
 
 
 def line_number(code: CodeType, offset: int) -> int:
@@ -208,7 +208,7 @@ def line_number(code: CodeType, offset: int) -> int:
     return number
 
 
-def _file_name(name: str) -> str:
+def file_name(name: str) -> str:
     """Return a file's name; of a cell of IPython or Jupyter, "In[3]"."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()

@@ -44,6 +44,8 @@ class MeshOwner(NodeOwner, HasMoments, Protocol):
     """What a mesh's log needs of its session besides."""
 
     meshes: list[MeshLog]
+    # They hear of each new mesh.
+    on_mesh: list[Callable[[MeshLog], None]]
 
     @property
     def places(self) -> MeshPlaces:
@@ -120,6 +122,8 @@ class MeshLog(Log):
             for node in self.ranks:
                 node.meshes.append(self)
             session.meshes.append(self)
+            for callback in session.on_mesh:
+                callback(self)
 
     def _compose(
         self, _: int, start: int, templates: list[Plain], words: list[Plain], stretches: list[list[int]]

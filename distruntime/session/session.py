@@ -108,6 +108,8 @@ class Session:
         self.on_loss: list[Callable[[Node], None]] = []
         # The session calls these when a worker has come in the place of one that was lost.
         self.on_return: list[Callable[[Node], None]] = []
+        # The logs of new meshes call these.
+        self.on_mesh: list[Callable[[MeshLog], None]] = []
         # The session calls this when a worker says that a group has broken.
         self.on_broken: Callable[[Node, int, str], None] = _unknown
         # These are the Groups of its workers, a layer up.
@@ -346,6 +348,15 @@ class Session:
     def drain(self, node: Node, timeout: float | None = None) -> bool:
         """Block until a worker has run everything issued so far. Return False past the timeout (seconds)."""
         timeout = checked(timeout)
+        request = self.until_run(node)
+        if not self.result(request, timeout):
+            self.requests.discard(request)
+            return False
+        self.raise_for(request)
+        return True
+
+    def until_run(self, node: Node) -> Request[None]:
+        """Ask a worker to answer when it has run everything issued so far. Return at once."""
         node.require_alive()
         with node.lock:
             node.follow_meshes(user_line())
@@ -353,11 +364,7 @@ class Session:
             target = node.base
         request: Request[None] = self.requests.new(node, "done")
         self.post(node, Fetch(request.number, 0, [0, target], "done", {}))
-        if not self.result(request, timeout):
-            self.requests.discard(request)
-            return False
-        self.raise_for(request)
-        return True
+        return request
 
     def raise_unread(self, node: Node) -> None:
         """Raise the first failure on `node` that nobody has read.

@@ -9,13 +9,14 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FrameType
 
 import torch
 
 from ..errors import UsageError, without_our_frames
-from ..log.line import code_text, line_text, place_of, shown_line, user_line
+from ..log.line import Line, code_text, line_text, place_of, shown_line, user_line
 from .tables import table_html, table_text
 
 # What the argument checks of torch.distributions wait for. Their own frames are torch's, and the line that is
@@ -121,6 +122,10 @@ def _depends_on_data(why: str) -> bool:
     return torch.Tag.dynamic_output_shape in getattr(operator, "tags", ())
 
 
+# They hear of each wait when it is over: what it was for, its line, and when it began
+# (`time.perf_counter()`).
+watchers: list[Callable[[str, Line, float], None]] = []
+
 # A signal's handler may wait for a value while this thread holds it.
 _lock = threading.RLock()
 # Lines are resolved only when somebody asks.
@@ -164,7 +169,10 @@ def note_wait(why: str, started: float) -> None:
     seconds = time.perf_counter() - started
     if why == "item" and _is_check():
         why = CHECK
-    key = *place_of(shown_line(user_line())), why
+    line = shown_line(user_line())
+    key = *place_of(line), why
+    for watcher in watchers:
+        watcher(why, line, started)
     with _lock:
         entry = _found.setdefault(key, [0, 0.0])
         entry[0] += 1

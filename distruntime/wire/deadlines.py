@@ -106,6 +106,13 @@ ASK = Deadline(
 LOOK = Deadline(
     "look", 5.0, "DISTRUNTIME_LOOK_TIMEOUT", "", "a worker to answer `python -m distruntime status`"
 )
+TRACE = Deadline(
+    "trace",
+    10.0,
+    "DISTRUNTIME_TRACE_TIMEOUT",
+    "trace(timeout=)",
+    "what still runs at the end of a trace, before the trace is written without its end",
+)
 REPR = Deadline(
     "repr",
     2.0,
@@ -131,4 +138,7 @@ ORPHAN = Deadline(
     "a worker whose master has died to stop by itself, before it is ended",
 )
 
-DEADLINES = (CONNECT, DIAL, UNREACHABLE, GRACE, KEEP, SHUTDOWN, DETACH, ASK, LOOK, REPR, MEET, GROUP, ORPHAN)
+DEADLINES = (
+    *(CONNECT, DIAL, UNREACHABLE, GRACE, KEEP, SHUTDOWN, DETACH),
+    *(ASK, LOOK, TRACE, REPR, MEET, GROUP, ORPHAN),
+)

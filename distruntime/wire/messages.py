@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeAlias, TypeVar, get_args
 
 # This is the contract between master and worker. A change of any message or opcode changes this number.
-PROTOCOL = 14
+PROTOCOL = 15
 
 # msgpack brings these: the words of a log, the arguments of templates, and whatever a field does not say more
 # about.
@@ -429,6 +429,50 @@ class WorkerReport(NamedTuple):
     sessions: list[SessionRow]
 
 
+class ClockTimes(NamedTuple):
+    """What a worker's clocks show, in nanoseconds: the one that a trace's rows are in, and the calendar's."""
+
+    steady: int
+    calendar: int
+
+
+class TracedStep(NamedTuple):
+    """What a row of a trace names by its number: a step of the log, a fetch or a kernel.
+
+    A `joint` one is an operation of a group.
+    """
+
+    name: str
+    joint: bool
+
+
+class TracedThread(NamedTuple):
+    """A thread of a worker's trace and how many rows it has.
+
+    `kind` is "stream", "reader", "other", or "kernels" where a device's stream has run them.
+    """
+
+    name: str
+    kind: str
+    rows: int
+
+
+class TraceKept(NamedTuple):
+    """What a worker has noted of a trace.
+
+    `TakeTrace` brings `nbytes` bytes: the rows of all threads, each of six 64-bit numbers, the lowest byte
+    first, then `arrived` pairs. `dropped` is how many rows there was no room for. `why` says why there are no
+    kernels of an accelerator, where it has one.
+    """
+
+    steps: list[TracedStep]
+    threads: list[TracedThread]
+    arrived: int
+    dropped: int
+    nbytes: int
+    why: str
+
+
 class ChannelOffer(NamedTuple):
     """Why a worker cannot offer a data channel, or nothing.
 
@@ -585,6 +629,39 @@ class AskChannel(Question[ChannelOffer]):
     """Master to worker: say whether you have this data channel, and what it can do."""
 
     channel: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskClock(Question[ClockTimes]):
+    """Master to worker: say what your clocks show."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartTrace(Question[None]):
+    """Master to worker: from now on note when each of this session's instructions begins and ends, as long as
+    there are fewer than so many rows.
+    """
+
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopTrace(Question[TraceKept]):
+    """Master to worker: note no more, and say what there is to take.
+
+    A row is [step, mesh or -1, position, sequence or -1, begin, end]. An instruction that still runs ends at
+    -1. A fetch has its request for a position. A kernel has the time of its launch. A pair is a segment that
+    has arrived, and when.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class TakeTrace(Question[bytes]):
+    """Master to worker: reply with the bytes of the trace from an offset on. After the last ones it is
+    forgotten.
+    """
+
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -908,6 +985,10 @@ Message = (
     | AskStacks
     | AskPassed
     | AskChannel
+    | AskClock
+    | StartTrace
+    | StopTrace
+    | TakeTrace
     | ListenForPeers
     | ListPublished
     | ListVersions

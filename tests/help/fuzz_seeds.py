@@ -34,6 +34,7 @@ from distruntime.wire.codec import decode, encode
 from distruntime.wire.messages import (
     MESSAGES,
     PROTOCOL,
+    AskClock,
     AskDevices,
     AskMemory,
     AskPassed,
@@ -49,6 +50,9 @@ from distruntime.wire.messages import (
     Peers,
     Refused,
     RemoveFiles,
+    StartTrace,
+    StopTrace,
+    TakeTrace,
     Typed,
     Welcome,
 )
@@ -571,6 +575,10 @@ def _questions() -> None:
         (AskStatus,),
         (AskMemory,),
         (AskDevices,),
+        (AskClock,),
+        (StartTrace, 100),
+        (StopTrace,),
+        (TakeTrace, 0),
         (AskPassed, [0, 0]),
         (RemoveFiles, "checkpoint", ["model-0.safetensors"]),
     ):

@@ -1839,6 +1839,33 @@ class Living(Base):
             self.keep(value.place, loaded.clone(), local)
 
 
+class Tracing(Base):
+    """Traces of what all programs of the process do: a process has one at a time."""
+
+    _trace: Any = None
+
+    @operation(1)
+    def begin_a_trace(self) -> None:
+        if self._trace is None:
+            trace = dr.trace(self.world.folder / f"{self.seed}-{id(self)}.json", quiet=True, most=20_000)
+            try:
+                trace.start()
+            except dr.UsageError as refused:
+                assert "a trace is on already" in str(refused), refused
+                return
+            self._trace = trace
+
+    @operation(1)
+    def end_a_trace(self) -> None:
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            trace.stop()
+            share = sum(cause.share for cause in dr.why_slow(trace).causes)
+            if not 0.95 < share < 1.05:
+                self.differs(f"the causes of {trace} are {share:.3f} of it, expected 1")
+            trace.path.unlink()
+
+
 class Program(
     Elementwise,
     Copying,
@@ -1855,6 +1882,7 @@ class Program(
     Ranks,
     Stored,
     Living,
+    Tracing,
 ):
     """One random program. `only` runs these of its operations and leaves out the others; after `run`, see
     `wrong`.
@@ -1900,6 +1928,7 @@ class Program(
 
     def finish(self) -> None:
         """Read everything."""
+        self.end_a_trace()
         for mail in self.mail:
             self._receive(*mail)
         for wanted in self.wanted:

@@ -385,6 +385,10 @@ GOOD: dict[str, Any] = {
     "AskStacks": "thread",
     "AskPassed": True,
     "AskChannel": ["", {}, [3, 11]],
+    "AskClock": [5, 7],
+    "StartTrace": None,
+    "StopTrace": [[["aten::mm", False]], [["stream 0", "stream", 1]], 2, 0, 80, ""],
+    "TakeTrace": b"rows",
     "AskDevices": [["cpu", "a cpu", 1, 1, "", 0, 0, "", 0, []]],
     "ListenForPeers": "tcp://127.0.0.1:1",
 }

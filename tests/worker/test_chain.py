@@ -119,6 +119,7 @@ each_order = pytest.mark.parametrize("when", ["learnt before", "learnt after"])
 
 def test_the_order_from_the_outermost_inwards() -> None:
     assert [(type(link).__name__, link.each) for link in Session(mesh=False).executor.chain.links] == [
+        ("Timing", False),
         ("ReadOnly", True),
         ("LostDevices", True),
         ("Draws", False),

@@ -51,6 +51,8 @@ class Answers:
         # These fetches wait for the whole log, up to a position.
         self._done: list[tuple[int, Fetch]] = []
         self._device_waits = DeviceWaits(lambda why: state.breaks(why))
+        # A trace puts what notes the time in its place.
+        self.answer_with: Callable[[Fetch, object], None] = self.answer_plainly
 
     def fetch(self, fetch: Fetch) -> None:
         """Answer `fetch` if the log has run far enough.
@@ -188,9 +190,10 @@ class Answers:
             # This is a text, for which the value need not come over whole.
             self._later(fetch, value, partial(self._events, fetch.after, value.device))
         else:
-            self._answer_with(fetch, value)
+            self.answer_with(fetch, value)
 
-    def _answer_with(self, fetch: Fetch, value: object) -> None:
+    def answer_plainly(self, fetch: Fetch, value: object) -> None:
+        """Answer a fetch with a value that is here."""
         # The bytes are here. So if an operation of a group has spoilt them, that is known here by now.
         spoilt = self._state.spoilt_for(fetch.after)
         if spoilt is not None:
@@ -267,7 +270,7 @@ class Answers:
             elif value is None:
                 self._say(fetch)
             else:
-                self._answer_with(fetch, value)
+                self.answer_with(fetch, value)
 
         try:
             found = events()

@@ -12,6 +12,7 @@ from .guard import Shares
 from .lost_devices import LostDevices
 from .read_only import ReadOnly
 from .state import State
+from .timing import Timing
 
 
 class Link(Protocol):
@@ -45,7 +46,9 @@ class Chain:
         # after that wait.
         # A device that is lost is not asked for anything.
         self.lost_devices = LostDevices(state, self.renew)
-        self.links: list[Link] = [self.read_only, self.lost_devices, draws, Shares(state)]
+        # The time of an instruction is that of all that is done for it.
+        self.timing = Timing(state, self.renew)
+        self.links: list[Link] = [self.timing, self.read_only, self.lost_devices, draws, Shares(state)]
 
     def add_own(self, log: State | MeshState) -> None:
         """Put the runtime's own instructions into the table of a new log (the reader)."""
@@ -69,10 +72,12 @@ class Chain:
     def around(self, step: Step) -> Run:
         """Return what runs a step: its own run, and the links that concern it around that."""
         if step.parts:
-            # A program draws as a whole. The other links stand around each of its instructions.
-            inner = [link for link in self.links if link is not self._draws]
+            # A program draws as a whole, and its time is noted as a whole. The other links stand around each
+            # of its instructions.
+            whole: list[Link] = [self.timing, self._draws]
+            inner = [link for link in self.links if link not in whole]
             step.runs = [_around(part, inner) for part in step.parts]
-            return _linked(step, [self._draws])
+            return _linked(step, whole)
         return _around(step, self.links)
 
 

@@ -326,9 +326,9 @@ class Daemon:
                 self._greet(peer, Ack(session.link.received))
             match message:
                 case Segment():
-                    session.put(message, payloads)
+                    session.accept(message, payloads)
                 case MeshSegment():
-                    session.put_mesh(message, payloads)
+                    session.accept_mesh(message, payloads)
                 case OpenMesh():
                     session.executor.open_mesh(message)
                 case OpenLines():

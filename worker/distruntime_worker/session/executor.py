@@ -44,6 +44,7 @@ from ..log.chain import Chain
 from ..log.instructions import Instructions
 from ..log.progress import Progress
 from ..log.state import Send, State, Tell
+from ..log.timing import Recorded
 from ..log.turns import Turn, Turns
 from ..log.waits import Waits
 from ..machine.devices import Devices
@@ -137,6 +138,17 @@ class Executor:
         self.signal = waits.signal
         self.slots, self.works, self.default, self.turn = state.slots, state.works, state.default, state.turn
         self.turn.more = state.waits
+
+    def start_trace(self, most: int) -> Recorded:
+        """Note from now on when instructions and answers begin and end (the reader)."""
+        recorded = self.chain.timing.start(most)
+        self._answers.answer_with = recorded.answering(self._answers.answer_plainly)
+        return recorded
+
+    def stop_trace(self) -> None:
+        """Run and answer as before (the reader)."""
+        self.chain.timing.stop()
+        self._answers.answer_with = self._answers.answer_plainly
 
     def cancel(self, message: Cancel) -> None:
         """Drop what a stream has not begun, and interrupt the function that it runs (the reader)."""

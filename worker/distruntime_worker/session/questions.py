@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from time import perf_counter_ns, time_ns
+
 from distruntime.errors import ConfigurationError, ProtocolError
 from distruntime.wire.codec import failure_fields
 from distruntime.wire.messages import (
     AskChannel,
+    AskClock,
     AskDevices,
     AskMemory,
     AskPassed,
@@ -13,6 +16,7 @@ from distruntime.wire.messages import (
     AskStatus,
     AskTurns,
     AskWorker,
+    ClockTimes,
     DropOlder,
     DropPublished,
     Failed,
@@ -23,6 +27,9 @@ from distruntime.wire.messages import (
     MemoryHeld,
     Question,
     Reply,
+    StartTrace,
+    StopTrace,
+    TakeTrace,
 )
 
 from ..collectives.data_channel import report
@@ -50,6 +57,14 @@ class Questions:
     def answer(self, session: Session, question: Question[object]) -> None:
         """Reply, or say why not."""
         try:
+            match question:
+                # An accelerator's profiler takes a while to begin and to end. So a thread may reply.
+                case StartTrace(request=request, most=most):
+                    session.start_trace(most, lambda: _reply(session, request, None))
+                    return
+                case StopTrace(request=request):
+                    session.stop_trace(lambda kept: _reply(session, request, kept))
+                    return
             session.send(Reply(question.request, self._reply(session, question)))
         except (RuntimeError, OSError) as error:
             cause = failure(
@@ -77,6 +92,10 @@ class Questions:
                 return executor.passed(after)
             case AskChannel(channel=channel):
                 return report(channel)
+            case AskClock():
+                return ClockTimes(perf_counter_ns(), time_ns())
+            case TakeTrace(offset=offset):
+                return session.tracing.take(offset)
             case ListenForPeers(host=host):
                 return self._listen(session, host)
             case ListPublished():
@@ -99,3 +118,7 @@ class Questions:
             return session.listen(address, self._config.keys)
         except ConfigurationError as error:
             raise unusable_for_workers(address, error) from error
+
+
+def _reply(session: Session, request: int, value: object) -> None:
+    session.send(Reply(request, value))

@@ -31,6 +31,7 @@ from distruntime.wire.messages import (
     Peers,
     Reply,
     Segment,
+    TraceKept,
 )
 from distruntime.wire.shared import Attached
 
@@ -44,6 +45,7 @@ from ..publishing.published import Others, Published
 from ..values.objects import failure
 from ..values.streams import Stream, Work
 from .executor import Executor
+from .tracing import Tracing
 
 log = logging.getLogger("distruntime.worker")
 
@@ -108,6 +110,10 @@ class Session:
         # These messages wait, each with who sent it. They are not counted yet.
         self.backlog: list[tuple[bytes, Frames]] = []
         self._default = self.executor.default.queue.put
+        # The daemon calls these. A trace puts what notes the time in their place.
+        self.accept: Callable[[Segment, Sequence[Buffer]], None] = self.put
+        self.accept_mesh: Callable[[MeshSegment, Sequence[Buffer]], None] = self.put_mesh
+        self.tracing = Tracing(self.executor)
         self.broken: str | None = None
         self._start(self.executor.default, "executor")
 
@@ -268,6 +274,25 @@ class Session:
         else:
             self._default((work, 0, 0))
 
+    def start_trace(self, most: int, then: Callable[[], None]) -> None:
+        """Note from now on what comes, runs and is answered; then call `then` (the reader)."""
+        arrived = self.tracing.start(most, then)
+
+        def accept(segment: Segment, payloads: Sequence[Buffer]) -> None:
+            arrived(segment.seq)
+            self.put(segment, payloads)
+
+        def accept_mesh(message: MeshSegment, payloads: Sequence[Buffer]) -> None:
+            arrived(message.seq)
+            self.put_mesh(message, payloads)
+
+        self.accept, self.accept_mesh = accept, accept_mesh
+
+    def stop_trace(self, then: Callable[[TraceKept], None]) -> None:
+        """Note no more; then call `then` with what there is (the reader)."""
+        self.accept, self.accept_mesh = self.put, self.put_mesh
+        self.tracing.stop(then)
+
     def put_mesh(self, message: MeshSegment, payloads: Sequence[Buffer]) -> None:
         """As `put`, for a segment whose body is a mesh's."""
         if message.seq != self.executor.received + 1 or len(payloads) != 1:
@@ -285,6 +310,7 @@ class Session:
 
     def close(self) -> None:
         """Let the threads end after the instructions that they are running; its values go with it."""
+        self.tracing.close()
         self.executor.close()
         if self._peers is not None:
             self._peers.close()

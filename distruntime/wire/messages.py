@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeAlias, TypeVar, get_args
 
 # This is the contract between master and worker. A change of any message or opcode changes this number.
-PROTOCOL = 14
+PROTOCOL = 15
 
 # msgpack brings these: the words of a log, the arguments of templates, and whatever a field does not say more
 # about.
@@ -572,6 +572,13 @@ class AskStacks(Question[str]):
 
 
 @dataclass(frozen=True, slots=True)
+class StopWorker(Question[str]):
+    """Master to worker: end, as at SIGTERM. Whoever holds the key may ask it, as with `AskWorker`."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class AskPassed(Question[bool]):
     """Master to worker: say whether each stream in `after`, [stream, position, ...], is at the position
     behind it.
@@ -906,6 +913,7 @@ Message = (
     | AskTurns
     | AskWorker
     | AskStacks
+    | StopWorker
     | AskPassed
     | AskChannel
     | ListenForPeers

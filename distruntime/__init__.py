@@ -65,6 +65,7 @@ if typing.TYPE_CHECKING:
         UsageError,
         WaitTimeout,
     )
+    from .launching.changes import NodeChange, on_nodes
     from .log.handle import Place
     from .magics import load_ipython_extension
     from .mesh import lines
@@ -186,6 +187,7 @@ __all__ = [
     "LongTensor",
     "Membership",
     "Memory",
+    "NodeChange",
     "NodeFailed",
     "NodeInfo",
     "NotSupportedError",
@@ -263,6 +265,7 @@ __all__ = [
     "node",
     "nodes",
     "on",
+    "on_nodes",
     "ones",
     "place",
     "premul_sum",

@@ -1,4 +1,7 @@
-"""`python -m distruntime`: try it, look at workers and sessions, and show the key that signs."""
+"""The command `distruntime`, or `python -m distruntime`.
+
+Try it, launch workers and scripts, look at workers and sessions, and show the key that signs.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import sys
 from pathlib import Path
 
 from .errors import ConfigurationError, DistruntimeError
+from .launch_options import add_launch
 from .version import __version__
 from .wire.deadlines import LOOK
 
@@ -161,6 +165,7 @@ def _parser() -> argparse.ArgumentParser:
         help="print your public signing key, for the trusted-keys file of others; make one if needed",
     )
     _add_looks(commands)
+    add_launch(commands)
     return parser
 
 
@@ -174,9 +179,15 @@ def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     for name, text in (
         ("status", "show what workers do, and their sessions"),
         ("top", "show the same again every second"),
+        ("stop", "end workers, with the sessions that they have"),
     ):
         command = commands.add_parser(name, help=text, parents=[asking])
-        command.add_argument("addresses", nargs="*", metavar="ADDRESS", help=of)
+        command.add_argument(
+            "addresses",
+            nargs="+" if name == "stop" else "*",
+            metavar="ADDRESS",
+            help=of.partition(";")[0] if name == "stop" else of,
+        )
         if name == "top":
             command.add_argument(
                 "--times", type=int, metavar="N", help="show it N times (default: until Ctrl-C)"
@@ -290,7 +301,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         session = distruntime.init_master_worker(
             backend="zmq",
-            world_size=options.world_size if addresses or options.world_size else 1,
+            world_size=options.world_size or (None if addresses or _has_workers() else 1),
             workers=addresses,
             session=options.session,
             resume="auto" if options.session else False,
@@ -322,6 +333,11 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _has_workers() -> bool:
+    """Whether the environment names workers, as `distruntime launch` does for its script."""
+    return bool(os.environ.get("DISTRUNTIME_LISTEN") or os.environ.get("DISTRUNTIME_WORKERS"))
+
+
 def _torchrun(options: argparse.Namespace, addresses: list[str] | None) -> int:
     """Run a script under torchrun's agents on workers; return the exit code."""
     distruntime = importlib.import_module(__package__)
@@ -338,7 +354,7 @@ def _torchrun(options: argparse.Namespace, addresses: list[str] | None) -> int:
         _, most = torchrun.nodes_of(options.torchrun)
         session = distruntime.init_master_worker(
             backend="zmq",
-            world_size=options.world_size or (None if addresses else most),
+            world_size=options.world_size or (None if addresses or _has_workers() else most),
             workers=addresses,
             key=options.key,
             insecure=options.insecure,
@@ -377,9 +393,12 @@ def main(arguments: list[str] | None = None) -> int:
             return _repl(options)
         case "run":
             return _run(options)
+        case "launch":
+            status: int = importlib.import_module(".launch", __package__).launch(options)
+            return status
         case "key":
             return _key()
-        case "status" | "top" | "sessions" | "stacks":
+        case "status" | "stop" | "top" | "sessions" | "stacks":
             return _look(options)
         case "why-slow":
             return _why_slow(options)
@@ -387,7 +406,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _command() -> int:
+def command() -> int:
     """Be the program: end quietly when whoever reads the output has gone, as `head` does."""
     try:
         try:
@@ -403,4 +422,4 @@ def _command() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_command())
+    sys.exit(command())

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import final
 
 # These commands have no function of their name.
-_COMMANDS = ("demo", "key", "repl", "sessions", "status", "top")
+_COMMANDS = ("demo", "key", "launch", "repl", "run", "sessions", "status", "stop", "top")
 
 
 def sources(file: str) -> dict[str, tuple[str, str]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import getpass
 import importlib
 import importlib.util
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -20,7 +22,7 @@ from .cluster.observe import Answer, Observer
 from .errors import ConfigurationError, ConnectionFailed
 from .launching.ssh_session import need_ssh
 from .session.tables import table_text
-from .wire.messages import AskStacks, AskWorker, SessionRow, WorkerReport
+from .wire.messages import AskStacks, AskWorker, SessionRow, StopWorker, WorkerReport
 from .wire.units import printable, size_text, span
 
 T = TypeVar("T")
@@ -85,6 +87,17 @@ def stacks(options: argparse.Namespace) -> int:
         (answer,) = observer.ask(AskStacks, options.timeout)
     print(printable(answer.why if answer.value is None else answer.value))
     return 0 if answer.value is not None else 1
+
+
+def stop(options: argparse.Namespace) -> int:
+    """End workers, with all of their sessions. Return 1 if one of them did not answer."""
+    reason = f"`distruntime stop` by {getpass.getuser()} on {socket.gethostname()}"
+    with _observer(options, options.addresses) as observer:
+        answers = observer.ask(lambda request: StopWorker(request, reason), options.timeout)
+    for answer in answers:
+        told = f"{answer.address}: the worker ends ({answer.value})"
+        print(printable(answer.why if answer.value is None else told))
+    return 0 if all(answer.value is not None for answer in answers) else 1
 
 
 def sessions(options: argparse.Namespace) -> int:

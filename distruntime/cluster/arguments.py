@@ -4,6 +4,8 @@ open.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +21,41 @@ Arguments = Mapping[str, object]
 WORLD_SIZE = 2
 # A data channel is chosen for these types of devices.
 _KINDS = frozenset({"cpu", "cuda", "xpu", "mps", "npu", "hpu", "mtia", "privateuseone"})
+
+
+def launched(
+    world_size: int | None, workers: Sequence[str] | None, listen: str | None, launcher: Launcher | None
+) -> tuple[int | None, Sequence[str] | None, str | None]:
+    """Return `world_size`, `workers` and `listen`: from the environment where a call names no workers.
+
+    `distruntime launch` sets these variables for its script.
+
+    Raises:
+        ConfigurationError: the variables contradict each other, or the call.
+    """
+    addresses, at = os.environ.get("DISTRUNTIME_WORKERS"), os.environ.get("DISTRUNTIME_LISTEN")
+    if workers is not None or listen is not None or launcher is not None or not (addresses or at):
+        return world_size, workers, listen
+    if addresses and at:
+        raise ConfigurationError(
+            f"got DISTRUNTIME_WORKERS={addresses} and DISTRUNTIME_LISTEN={at}: the first names workers to "
+            "dial, and at the second this process waits for workers. Unset one of the two"
+        )
+    if addresses:
+        # An address of ssh's may have commas in its options.
+        return world_size, [name.strip() for name in re.split(r",(?=\s*\w+://)", addresses)], None
+    said = os.environ.get("DISTRUNTIME_WORLD_SIZE", "")
+    if not said:
+        return world_size, None, at
+    if not said.isdigit():
+        raise ConfigurationError(f"DISTRUNTIME_WORLD_SIZE is a number of workers, got {said!r}")
+    count = int(said)
+    if world_size not in (None, count):
+        raise ConfigurationError(
+            f"got world_size={world_size}, and `distruntime launch` has started {count} workers: leave "
+            f"world_size out, or launch with -n {world_size}"
+        )
+    return count, None, at
 
 
 def check(

@@ -225,6 +225,7 @@ def _spec(
         directory=directory,
         logs=log_folder(session, directory),
         workers=count,
+        lasting=options.name is not None,
     )
 
 

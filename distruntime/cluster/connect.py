@@ -25,7 +25,7 @@ from ..session.session import active, active_session
 from ..wire.deadlines import CONNECT, DIAL, GRACE, KEEP, UNREACHABLE
 from ..wire.descriptors import raise_limit
 from ..wire.shared import warm_malloc
-from .arguments import WORLD_SIZE, Arguments, check, differing, settled
+from .arguments import WORLD_SIZE, Arguments, check, differing, launched, settled
 from .as_cuda import require_free, take_over
 from .assemble import SessionOptions, attach, attached, gather_at, is_older, resume_entry, start
 from .named_sessions import Entry, checked_name, names, read
@@ -71,13 +71,14 @@ def init_master_worker(
 
     Print the nodes and where new tensors go. If the session is open already, a call with the
     same arguments returns it at once, so a notebook's cell can run twice. `resume` and `quiet` do not count
-    there.
+    there. In a script of `distruntime launch`, the workers are those that it has started.
 
     Args:
         backend: the command channel; "zmq" is the one there is.
         world_size: how many workers: to start on this machine (2), or to wait for with `listen`.
-        workers: addresses of running daemons to attach to, node 0 first: ["tcp://gpubox:29400"].
-        listen: the address that workers dial: "tcp://0.0.0.0:29400".
+        workers: addresses of running daemons to attach to, node 0 first: ["tcp://gpubox:29400"]; or
+            $DISTRUNTIME_WORKERS.
+        listen: the address that workers dial: "tcp://0.0.0.0:29400"; or $DISTRUNTIME_LISTEN.
         session: a name, with which the session outlives this process, or $DISTRUNTIME_SESSION; workers keep
             its values, and a later master gets back what was published.
         resume: True attaches to the session of that name, on the workers that it has. "auto" attaches to it
@@ -109,6 +110,7 @@ def init_master_worker(
         ConnectionFailed: a worker does not answer, refuses, has another key or protocol, or is late; there is
             no session to resume, or it is in use.
     """
+    world_size, workers, listen = launched(world_size, workers, listen, launcher)
     given = dict(locals())
     name = os.environ.get("DISTRUNTIME_SESSION") or None if session is None else session
     check(

@@ -89,6 +89,8 @@ class Connector:
         self._retired: deque[bytes] = deque(maxlen=4096)
         # These workers have dialled this process while all places seemed to be taken.
         self._surplus: dict[bytes, Join] = {}
+        # These of them have been told that the session has all its workers.
+        self._spare: set[bytes] = set()
         # These nodes are lost, and another worker is looked for in the place of each.
         self._awaited: set[int] = set()
         self._polled_at = 0.0
@@ -128,6 +130,7 @@ class Connector:
         if event.peer is None or connection is None or event.peer not in connection.attempts:
             if event.kind == "disconnected":
                 self._surplus.pop(event.peer or b"", None)
+                self._spare.discard(event.peer or b"")
             if event.kind in ("auth_failed", "handshake_failed") and event.peer not in self._retired:
                 self._refuse(
                     f"rejected a connection to {event.address}: "
@@ -398,16 +401,18 @@ class Connector:
         else:
             found = self._vacant(join)
             if found is None:
-                if self._met:
+                if self._met and peer not in self._spare:
+                    self._spare.add(peer)
                     self.session.greet(peer, Goodbye("the session has all its workers"))
                     self.session.strangers.note(
                         f"a worker on {join.host} (pid {join.pid}) has dialled, and the session has all its "
-                        "workers. It gets no place"
+                        "workers. It gets no place until one of them is lost"
                     )
-                else:
-                    # A place may become free again.
-                    self._surplus[peer] = join
+                # A place may become free again. The worker may even have been started in the place of one
+                # that is not known to be lost so far.
+                self._surplus[peer] = join
                 return
+            self._spare.discard(peer)
             self._welcome_in(found, peer, join, now)
             return
         self._welcome_in(self.connections[node.index], peer, join, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import platform
@@ -14,8 +15,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import final
 
-import torch
-
 from ..session.launcher import Launcher, LaunchSpec, WorkerProcess
 from ..wire.deadlines import UNREACHABLE
 from ..wire.keys import KeyPair
@@ -24,6 +23,9 @@ from .nursery import NOBODY_KNOWS, ForkedWorker, fork_worker
 # Fresh pages, not the socket, are what large messages cost: 64 MiB over loopback went from 1.1 to 4.0 GiB/s
 # with the three together.
 _MALLOC = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=2147483648:glibc.malloc.arena_max=1"
+
+# The drivers of GPUs have these devices: NVIDIA's, AMD's, and the one of Windows' own Linux.
+_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 _Process = subprocess.Popen[bytes] | ForkedWorker
 
@@ -193,14 +195,23 @@ def share_of_gpus(worker: int, workers: int, environment: Mapping[str, str]) -> 
     NCCL refuses two ranks on one card, and "remote" of every worker would be the first card. Where there are
     fewer GPUs than workers, these share them all.
     """
+    if workers < 2 or not _may_have_gpus():
+        return {}
+    # `distruntime launch` has not imported it. The import takes two seconds.
+    torch = importlib.import_module("torch")
     variable = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
     # This count needs no context on the cards.
-    count = torch.cuda.device_count()
-    if workers < 2 or count < workers:
+    count: int = torch.cuda.device_count()
+    if count < workers:
         return {}
     named = [name.strip() for name in environment.get(variable, "").split(",") if name.strip()]
     cards = named[:count] if named else [str(k) for k in range(count)]
     return {variable: ",".join(cards[worker::workers])}
+
+
+def _may_have_gpus() -> bool:
+    """Whether torch could find a GPU here: somebody has imported it, or a driver has put its device there."""
+    return "torch" in sys.modules or any(Path(device).exists() for device in _DRIVERS)
 
 
 def worker_environment(threads: int) -> dict[str, str]:

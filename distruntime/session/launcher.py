@@ -27,6 +27,8 @@ class LaunchSpec:
             the session.
         logs: a folder on this machine for its log, which stays; None: there is none, so take `directory`.
         workers: so many workers the session has. Those of one machine share its GPUs.
+        lasting: whether the session has a name, so that the worker is to outlive this process.
+        once: whether it ends with its session. False: it serves the next one, until somebody ends it.
     """
 
     node: int
@@ -40,9 +42,11 @@ class LaunchSpec:
     directory: Path
     logs: Path | None = None
     workers: int = 1
+    lasting: bool = False
+    once: bool = True
 
     def arguments(self, key: Path | None = None) -> list[str]:
-        """Return the arguments of the `distruntime-worker` that is to be started. It ends with its session.
+        """Return the arguments of the `distruntime-worker` that is to be started.
 
         Args:
             key: the key file on the worker's machine, where that is another one than here.
@@ -53,7 +57,7 @@ class LaunchSpec:
         found = key or self.key
         return [
             *where,
-            "--once",
+            *(("--once",) if self.once else ()),
             *("--threads", str(self.threads)),
             *("--simulate-cuda", str(self.simulate_cuda)),
             *(("--insecure",) if self.insecure else ("--key", str(found)) if found is not None else ()),

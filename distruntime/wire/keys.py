@@ -6,6 +6,7 @@ worker (as with munge's key or Erlang's cookie). The file has zmq.auth's certifi
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import logging
 import os
@@ -48,6 +49,17 @@ class KeyPair:
         public, secret = zmq.curve_keypair()
         return KeyPair(public, secret)
 
+    def text(self) -> str:
+        """Return what a key file holds."""
+        return _BANNER.format(public=self.public.decode("ascii"), secret=self.secret.decode("ascii"))
+
+    def token(self) -> str:
+        """Return a word that only holders of the key know, and that does not tell the key.
+
+        Whoever shows it may read a worker's figures (`distruntime-worker --metrics`), and nothing else.
+        """
+        return hmac.new(self.secret, b"distruntime metrics", "sha256").hexdigest()
+
     def save(self, path: Path) -> None:
         """Write the key to `path` (mode 0600), its directory made (0700) where missing; never overwrites.
 
@@ -55,9 +67,7 @@ class KeyPair:
             ConfigurationError: `path` exists or cannot be written.
         """
         try:
-            write_private(
-                path, _BANNER.format(public=self.public.decode("ascii"), secret=self.secret.decode("ascii"))
-            )
+            write_private(path, self.text())
         except FileExistsError:
             raise ConfigurationError(
                 f"got a key path that is taken, {path}: a key is never overwritten, since workers may still "

@@ -616,6 +616,13 @@ class AskStacks(Question[str]):
 
 
 @dataclass(frozen=True, slots=True)
+class StopWorker(Question[str]):
+    """Master to worker: end, as at SIGTERM. Whoever holds the key may ask it, as with `AskWorker`."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class AskPassed(Question[bool]):
     """Master to worker: say whether each stream in `after`, [stream, position, ...], is at the position
     behind it.
@@ -983,6 +990,7 @@ Message = (
     | AskTurns
     | AskWorker
     | AskStacks
+    | StopWorker
     | AskPassed
     | AskChannel
     | AskClock

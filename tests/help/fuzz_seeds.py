@@ -52,6 +52,7 @@ from distruntime.wire.messages import (
     RemoveFiles,
     StartTrace,
     StopTrace,
+    StopWorker,
     TakeTrace,
     Typed,
     Welcome,
@@ -592,6 +593,12 @@ def _leaving() -> None:
     until(lambda: dr.nodes()[0].state in ("left", "lost"))
 
 
+def _stopping() -> None:
+    session = active_session()
+    session.value(session.ask(session.nodes[0], StopWorker, "enough"))
+    until(lambda: dr.nodes()[0].state in ("left", "lost"))
+
+
 # Each session says what to do, with how many workers, and with how many simulated GPUs on each.
 _SESSIONS: list[tuple[Callable[[], None], int, int]] = [
     (_plain_operations, 1, 0), (_uploads, 1, 0), (_reads, 1, 0), (_learns_and_checks, 1, 0),
@@ -600,6 +607,7 @@ _SESSIONS: list[tuple[Callable[[], None], int, int]] = [
     (lambda: _mesh("cpu", (2, 1)), 2, 0),
     (_publications, 2, 0), (_checkpoints, 2, 0), (_questions, 1, 0),
     (lambda: _mesh("cuda", (2, 2)), 2, 2), (lambda: _mesh("cuda", (1, 2)), 1, 2), (_leaving, 1, 0),
+    (_stopping, 1, 0),
 ]  # fmt: skip
 
 

@@ -383,6 +383,7 @@ GOOD: dict[str, Any] = {
         [["a", "here", 1, True, None, 1.0, 3, 4, "aten::mm", 0.5]],
     ],
     "AskStacks": "thread",
+    "StopWorker": "pid 1 on here",
     "AskPassed": True,
     "AskChannel": ["", {}, [3, 11]],
     "AskClock": [5, 7],

@@ -32,9 +32,9 @@ from distruntime.wire.messages import (
     OpenMesh,
     Segment,
 )
-from distruntime_worker.cli import _memory
 from distruntime_worker.log.budget import Budget, limits
 from distruntime_worker.machine.devices import Devices
+from distruntime_worker.options import _memory
 from distruntime_worker.session.executor import Executor
 from distruntime_worker.values.objects import Poisoned
 from distruntime_worker.values.streams import Work

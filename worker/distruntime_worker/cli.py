@@ -8,7 +8,6 @@ import gc
 import importlib
 import logging
 import os
-import re
 import select
 import signal
 import sys
@@ -20,12 +19,14 @@ from types import FrameType, ModuleType
 from typing import NoReturn
 
 from distruntime.errors import ConfigurationError, ConnectionFailed
-from distruntime.version import __version__
 from distruntime.wire.deadlines import ORPHAN
 from distruntime.wire.identity import has_died, process
 from distruntime.wire.keys import KeyPair, choose, default_path, warn_of_strangers
 
+from .options import keygen_parser, parser, token_parser
+from .service import JsonLines, unit
 from .session.config import WorkerConfig
+from .settings import complete
 
 log = logging.getLogger("distruntime.worker")
 
@@ -56,115 +57,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments[:1] == ["keygen"]:
-            return _keygen(_keygen_parser().parse_args(arguments[1:]))
+            return _keygen(keygen_parser().parse_args(arguments[1:]))
         if arguments[:1] in (["member"], ["agent"]):
             # A worker starts these for `dr.spmd` and `distruntime run`. They import torch, which takes two
             # seconds.
             status: int = importlib.import_module(f"{__package__}.python.{arguments[0]}").main(arguments[1:])
             return status
-        return _serve(_parser().parse_args(arguments))
+        if arguments[:1] == ["token"]:
+            return _token(token_parser().parse_args(arguments[1:]))
+        known = parser()
+        options = known.parse_args(complete(known, arguments))
+        if options.print_systemd:
+            print(unit(arguments), end="")
+            return 0
+        return _serve(options)
     except (ConfigurationError, ConnectionFailed) as error:
         print(f"distruntime-worker: {error}", file=sys.stderr)
         return 2
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="distruntime-worker",
-        description="Hold tensors and run operations for a distruntime master.",
-        epilog="`distruntime-worker keygen [FILE]` makes the key that the master and all workers share.",
-        allow_abbrev=False,
-    )
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument(
-        "--listen",
-        metavar="ADDRESS",
-        help="listen for masters on ADDRESS: tcp://host:port (port 0: any free one) or ipc://path",
-    )
-    where.add_argument("--master", metavar="ADDRESS", help="connect to the master that listens on ADDRESS")
-    parser.add_argument("--node", type=_count, metavar="K", help="ask that master for node number K")
-    parser.add_argument(
-        "--devices",
-        type=_names,
-        default=(),
-        metavar="D,D",
-        help="offer only these devices, by the names that torch has for them there (default: all)",
-    )
-    parser.add_argument(
-        "--simulate-cuda",
-        type=_count,
-        default=0,
-        metavar="N",
-        help="simulate N GPUs with CPU tensors",
-    )
-    parser.add_argument(
-        "--key",
-        type=Path,
-        metavar="FILE",
-        help="the file with the cluster's key (default: $DISTRUNTIME_KEY or ~/.config/distruntime/key); "
-        "-: read it from standard input, both halves in one line",
-    )
-    parser.add_argument(
-        "--insecure", action="store_true", help="use no key: whoever reaches the address may run code here"
-    )
-    parser.add_argument(
-        "--threads",
-        type=_count,
-        default=0,
-        metavar="N",
-        help="run torch's kernels with N threads (default: torch chooses)",
-    )
-    parser.add_argument(
-        "--max-memory",
-        type=_memory,
-        metavar="SIZE",
-        help=(
-            "limit the memory of one session on each device: 8GiB, or 50%% of the device (default: no limit)"
-        ),
-    )
-    parser.add_argument(
-        "--no-functions",
-        action="store_true",
-        help="run operators only: refuse the functions of masters (dr.remote), and unpickle nothing",
-    )
-    parser.add_argument(
-        "--data-address",
-        type=_host_and_port,
-        default=("", 0),
-        metavar="HOST[:PORT]",
-        help=(
-            "the address at which other workers reach this one (default: the worker finds it out, and takes "
-            "any free port)"
-        ),
-    )
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
-    parser.add_argument(
-        "--log-file",
-        type=Path,
-        metavar="FILE",
-        help="write the log to this file too; at 10 MB it becomes FILE.1, and three old ones are kept",
-    )
-    parser.add_argument("--version", action="version", version=f"distruntime {__version__}")
-    # local_workers.py passes this: the worker ends with its last session.
-    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
-    # local_workers.py passes this: the master with this process id started the worker. It writes the key to
-    # stdin, and keeps stdin open for as long as it lives.
-    parser.add_argument("--local", type=int, metavar="PID", help=argparse.SUPPRESS)
-    return parser
-
-
-def _keygen_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="distruntime-worker keygen",
-        description="Make the key that the master and all workers of a cluster share.",
-    )
-    parser.add_argument(
-        "file",
-        type=Path,
-        nargs="?",
-        help="write the key to FILE (default: $DISTRUNTIME_KEY or ~/.config/distruntime/key)",
-    )
-    return parser
 
 
 def _keygen(options: argparse.Namespace) -> int:
@@ -174,9 +83,18 @@ def _keygen(options: argparse.Namespace) -> int:
     return 0
 
 
+def _token(options: argparse.Namespace) -> int:
+    print(KeyPair.load(options.key or default_path()).token())
+    return 0
+
+
 def _serve(options: argparse.Namespace) -> int:
+    handlers = _log_handlers(options.log_file)
+    if options.log_format == "json":
+        for handler in handlers:
+            handler.setFormatter(JsonLines())
     logging.basicConfig(
-        handlers=_log_handlers(options.log_file),
+        handlers=handlers,
         level=options.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
@@ -187,8 +105,8 @@ def _serve(options: argparse.Namespace) -> int:
         threading.Thread(
             target=_follow, args=(options.local, stop, reasons), name="follow-master", daemon=True
         ).start()
-    _daemon().serve(config, stop)
-    log.info("stopped: %s", reasons[0] if reasons else "its last session has ended")
+    asked: str = _daemon().serve(config, stop)
+    log.info("stopped: %s", reasons[0] if reasons else asked or "its last session has ended")
     return 0
 
 
@@ -268,6 +186,7 @@ def configure(options: argparse.Namespace) -> WorkerConfig:
         once=options.once,
         max_memory=options.max_memory,
         functions=not options.no_functions,
+        metrics=options.metrics,
     )
 
 
@@ -313,47 +232,3 @@ def _stop_on_signals(stop: threading.Event, reasons: list[str]) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"got {value}, expected 0 or more")
-    return value
-
-
-def _memory(text: str) -> int | float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]i?B|B|%)", text.strip())
-    if found is None:
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}, expected a size with its unit, as 8GiB, 512MiB or 16GB, or a part, as 50%"
-        )
-    number, unit = float(found[1]), found[2]
-    if unit == "%":
-        if not 0 < number <= 100:
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected more than 0% and at most 100%")
-        return number / 100
-    size = int(number * (1024 if "i" in unit else 1000) ** "BKMGT".index(unit[0]))
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}: no session could hold anything")
-    return size
-
-
-def _host_and_port(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
-    if not colon:
-        host, port = text, "0"
-    if not port.isdigit() or int(port) > 65535 or not host:
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}, expected HOST or HOST:PORT, as 10.0.0.7:29500 or [fe80::1]:29500"
-        )
-    return host.strip("[]"), int(port)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    if not names:
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}, expected names of devices with commas between. Leave --devices out to offer all"
-        )
-    return names

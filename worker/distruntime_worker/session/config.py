@@ -36,3 +36,5 @@ class WorkerConfig:
     max_memory: int | float | None = None
     # If it is False, the worker runs no function of a master's, and unpickles nothing.
     functions: bool = True
+    # Health and figures are served over HTTP at this host and port. If it is None, they are not.
+    metrics: tuple[str, int] | None = None

@@ -58,6 +58,7 @@ from distruntime.wire.messages import (
     RemoveFiles,
     Segment,
     Signal,
+    StopWorker,
     SweepSaves,
     Typed,
     Welcome,
@@ -80,6 +81,7 @@ from .address import data_host
 from .admission import refusal
 from .config import WorkerConfig
 from .executor import NONSENSE
+from .metrics import Metrics
 from .questions import Questions
 from .report import Reporter
 from .session import Session
@@ -123,6 +125,7 @@ class Daemon:
         self._turns = Turns()
         self._reporter = Reporter(self._devices, self._sessions, config.master or self._channel.address)
         self._questions = Questions(config, self._devices, self._turns, self._reporter)
+        self._metrics = None if config.metrics is None else Metrics(*config.metrics, config.keys)
         self._dials = count().__next__
         # The dialled master has hung up so often in a row, in the handshake.
         self._hang_ups = 0
@@ -161,10 +164,15 @@ class Daemon:
             self._master, Join(self._config.node, os.getpid(), socket.gethostname(), self._incarnation)
         )
 
-    def run(self, stop: threading.Event) -> None:
-        """Serve until `stop` is set."""
+    def run(self, stop: threading.Event) -> str:
+        """Serve until `stop` is set.
+
+        A holder of the key may ask this worker to end. Then return why, and else nothing.
+        """
         arrived: list[tuple[bytes, Frames]] = []
-        while not stop.is_set() and not (self._config.once and self._has_served()):
+        while not (stop.is_set() or self._questions.stopped) and not (
+            self._config.once and self._has_served()
+        ):
             # A master that has just read something often reads again. While a segment runs, its thread needs
             # the interpreter more.
             quick = arrived and not any(session.executor.running for session in self._sessions.values())
@@ -183,6 +191,7 @@ class Daemon:
         for session in list(self._sessions.values()):
             session.send(Goodbye("the worker was stopped"))
             self._end(session, "stopped")
+        return self._questions.stopped
 
     def _has_served(self) -> bool:
         """Whether the last session is over, or the master that this worker was started for never came."""
@@ -199,8 +208,10 @@ class Daemon:
         return {name: session.published for name, session in list(self._sessions.items())}
 
     def close(self) -> None:
-        """Close the socket, after a moment for the last words to leave."""
+        """Close the sockets, the master's after a moment for the last words to leave."""
         self._strangers.finish()
+        if self._metrics is not None:
+            self._metrics.close()
         self._channel.close(_LAST_WORDS)
 
     def _watch(self) -> None:
@@ -233,6 +244,8 @@ class Daemon:
                             f"({what}), "
                             "or the master has no descriptors left"
                         )
+        if self._metrics is not None:
+            self._metrics.look(self._reporter)
         now = time.monotonic()
         if accelerator.lost:
             for session in self._sessions.values():
@@ -405,12 +418,12 @@ class Daemon:
         """Act on a message of a peer that has no session."""
         if isinstance(message, Hello):
             self._welcome(peer, message)
-        elif isinstance(message, (AskWorker, AskStacks)):
+        elif isinstance(message, (AskWorker, AskStacks, StopWorker)):
             self._greet(peer, self._questions.of_stranger(message))
         elif isinstance(message, Goodbye) and peer == self._master and not self._by_peer:
             log.warning(
-                "the master at %s has no place for this worker: %s. This worker dials again when that master "
-                "has closed the connection",
+                "the master at %s has no place for this worker: %s. It gets one when another worker is lost, "
+                "or dials again when that master has closed the connection",
                 self._config.master,
                 message.reason,
             )
@@ -510,8 +523,11 @@ def _give_memory_back() -> None:
         hardware.empty_cache()
 
 
-def serve(config: WorkerConfig, stop: threading.Event) -> None:
-    """Run the worker until `stop` is set. Block; raise `ConfigurationError` if it cannot start."""
+def serve(config: WorkerConfig, stop: threading.Event) -> str:
+    """Run the worker until `stop` is set. Block; raise `ConfigurationError` if it cannot start.
+
+    Return why a holder of the key has asked it to end; nothing if nobody has.
+    """
     raise_limit()
     spare.keep()
     sys.setswitchinterval(_SWITCH)
@@ -523,6 +539,6 @@ def serve(config: WorkerConfig, stop: threading.Event) -> None:
     install_around()
     daemon = Daemon(config)
     try:
-        daemon.run(stop)
+        return daemon.run(stop)
     finally:
         daemon.close()

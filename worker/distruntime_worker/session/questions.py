@@ -29,6 +29,7 @@ from distruntime.wire.messages import (
     Reply,
     StartTrace,
     StopTrace,
+    StopWorker,
     TakeTrace,
 )
 
@@ -42,17 +43,31 @@ from .config import WorkerConfig
 from .report import Reporter
 from .session import Session
 
+# The log has so many characters of the reason for which a worker is to end.
+_REASON = 300
+
 
 class Questions:
     """Answers the questions of all sessions of a worker."""
 
     def __init__(self, config: WorkerConfig, devices: Devices, turns: Turns, reporter: Reporter) -> None:
         self._config, self._devices, self._turns, self._reporter = config, devices, turns, reporter
+        # It says why a holder of the key has asked this worker to end.
+        self.stopped = ""
 
-    def of_stranger(self, question: AskWorker | AskStacks) -> Reply:
+    def of_stranger(self, question: AskWorker | AskStacks | StopWorker) -> Reply:
         """Return the reply to a question that needs no session."""
-        stacks = isinstance(question, AskStacks)
-        return Reply(question.request, self._reporter.stacks() if stacks else self._reporter.report())
+        return Reply(question.request, self._about_us(question))
+
+    def _about_us(self, question: AskWorker | AskStacks | StopWorker) -> object:
+        match question:
+            case AskWorker():
+                return self._reporter.report()
+            case AskStacks():
+                return self._reporter.stacks()
+            case StopWorker(reason=reason):
+                self.stopped = reason[:_REASON] or "a holder of the key has asked for it"
+                return self._reporter.who()
 
     def answer(self, session: Session, question: Question[object]) -> None:
         """Reply, or say why not."""
@@ -84,10 +99,8 @@ class Questions:
                 return executor.status()
             case AskTurns():
                 return self._turns.report()
-            case AskWorker():
-                return self._reporter.report()
-            case AskStacks():
-                return self._reporter.stacks()
+            case AskWorker() | AskStacks() | StopWorker():
+                return self._about_us(question)
             case AskPassed(after=after):
                 return executor.passed(after)
             case AskChannel(channel=channel):

@@ -78,6 +78,10 @@ class Reporter:
             rows,
         )
 
+    def who(self) -> str:
+        """Return what process this worker is, for people."""
+        return f"pid {os.getpid()} on {socket.gethostname()}"
+
     def _processor(self) -> float:
         """Return the share of one core that this process has had lately, in percent."""
         since, had = self._looks[0]

@@ -264,7 +264,7 @@ class Drawing:
             return
         args: dict[str, Json] = {}
         # Waits are noted when they are over, one after the other.
-        k = bisect.bisect_left(recording.waits, ended + self._began, key=lambda wait: wait.ended)
+        k = bisect.bisect_left(recording.waits, began + self._began, key=lambda wait: wait.ended)
         if k < len(recording.waits) and recording.waits[k].began - self._began <= ended:
             args = {**self._texts.of(recording.waits[k].line)}
         self._events.slice(pid, tid, row.step.name, ANSWER, began, ended, args)

@@ -20,7 +20,6 @@ from ..log.node import Node
 from ..session.screen import voice
 from ..session.session import Session, active_session
 from ..session.timeouts import left_until
-from ..version import __version__
 from ..wire.deadlines import LOOK, TRACE
 from ..wire.units import printable
 from . import chrome, parts
@@ -76,9 +75,9 @@ class Trace:
 
     def __init__(self, path: Path, timeout: float, most: int, quiet: bool | None) -> None:
         self.path = path
-        #: How many seconds it lasted, once it is over.
+        # How many seconds it lasted, once it is over.
         self.seconds = 0.0
-        #: What it knows of each node, once it is over.
+        # What it knows of each node, once it is over.
         self.nodes: tuple[TracedNode, ...] = ()
         self._timeout, self._most, self._quiet = timeout, most, quiet
         self._running: _Running | None = None
@@ -317,7 +316,6 @@ class _Running:
             nodes.append(TracedNode(node.index, node.host, 0.0, 0.0, 0, 0, why))
         nodes.sort(key=lambda found: found.node)
         about: dict[str, Json] = {
-            "version": __version__,
             "seconds": self.seconds,
             "begun_at": drawing.line(self.line).get("line", ""),
             "main": main,

@@ -62,7 +62,7 @@ class WhySlow:
     path: str
     seconds: float
     causes: tuple[Cause, ...]
-    #: What the trace does not have.
+    # What the trace does not have.
     missing: tuple[str, ...]
 
     @property

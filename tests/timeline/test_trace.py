@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from distruntime.session.session import Session
 from distruntime.timeline import chrome
 from distruntime.timeline.clock import Clock, Reading, read_clock
 from distruntime.wire.messages import AskClock, StopTrace
-from processes import stopped, until
+from processes import blocked, stopped, until
 from traces import Read, Slice, line_of, read_trace
 
 at = partial(line_of, __file__)
@@ -121,7 +122,8 @@ def test_a_read_of_the_worker_lies_in_the_wait_of_the_master(traced: Callable[..
     answers = [one for one in trace.slices if one.kind == "answer"]
     assert len(answers) == 20
     for answer in answers:
-        assert any(w.began - within <= answer.began and answer.ended <= w.ended + within for w in waits)
+        # The reply may be here before the worker's thread has returned from sending it.
+        assert any(w.began - within <= answer.began <= w.ended + within for w in waits)
         assert short(answer) == at("the read")
     # One clock serves all processes of this machine, so the estimate is nearly nothing.
     assert all(row["clock_within_ms"] < 1000 for row in trace.about["nodes"])
@@ -242,29 +244,16 @@ def test_a_mesh_that_is_made_meanwhile_is_traced(fresh_session: Callable[..., An
     assert len(products) == 2 and {short(one) for one in products} == {at("on a new mesh")}
 
 
-def test_what_was_issued_before_says_so(
-    traced: Callable[..., Read], session: Session, tmp_path: Path
-) -> None:
-    @dr.remote
-    def hold(x: torch.Tensor, gate: str) -> torch.Tensor:
-        while not os.path.exists(gate):
-            threading.Event().wait(0.01)
-        return x
-
+def test_what_was_issued_before_says_so(session: Session, tmp_path: Path) -> None:
     x = torch.ones(3, device="remote")
-    gate = tmp_path / "gate"
-    y = hold(x, str(gate))
-    y.add_(1)  # before
-
-    def work() -> None:
-        gate.touch()
-        x + 1  # inside
-
-    try:
-        trace = traced(work)
-    finally:
-        gate.touch()
-    found = {one.name: one for one in operators(trace)}
+    dr.synchronize()
+    with ExitStack() as until_then:
+        until_then.enter_context(blocked(dr.default_stream(0)))
+        x.add_(1)  # before
+        with dr.trace(tmp_path / "step.json", quiet=True):
+            until_then.close()
+            x + 1  # inside
+    found = {one.name: one for one in operators(read_trace(tmp_path / "step.json"))}
     assert short(found["aten.add_.Tensor"]) == at("before")
     assert found["aten.add_.Tensor"].args["issued"] == "before the trace"
     assert short(found["aten.add.Tensor"]) == at("inside")

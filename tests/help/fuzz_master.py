@@ -452,7 +452,10 @@ class AgainstMaster:
         with suppress(BrokenPipeError):
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
-        thread = threading.Thread(target=lambda: answer.append(self.process.stdout.readline()), daemon=True)  # type: ignore[union-attr]
+        lines = iter(self.process.stdout.readline, "")
+        # A meddled message may be one that prints what a function there has printed.
+        own = (line for line in lines if not line.startswith("[node "))
+        thread = threading.Thread(target=lambda: answer.append(next(own, "")), daemon=True)
         thread.start()
         thread.join(_ROUND)
         if not answer:

@@ -224,8 +224,10 @@ def read(handle: Handle, form: str, why: str) -> Request[object]:
     session = session_of_log(handle.place.node)
     session.require_open()
     before_wait(why)
+    # The answer may be on its way before this thread gets to wait for it.
+    started = time.perf_counter()
     reply = request(handle, form)
-    waits, started = not reply.done, time.perf_counter()
+    waits = not reply.done
     try:
         session.result(reply)
     finally:

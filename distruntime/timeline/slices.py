@@ -263,10 +263,15 @@ class Drawing:
         if ended < 0:
             return
         args: dict[str, Json] = {}
-        # Waits are noted when they are over, one after the other.
-        k = bisect.bisect_left(recording.waits, began + self._began, key=lambda wait: wait.ended)
-        if k < len(recording.waits) and recording.waits[k].began - self._began <= ended:
-            args = {**self._texts.of(recording.waits[k].line)}
+        # Waits are noted when they are over, one after the other. Two clocks agree only so far.
+        waits, started, over = recording.waits, began + self._began, ended + self._began
+        k = bisect.bisect_left(waits, started, key=lambda wait: wait.ended)
+        near = [
+            (max(0, wait.began - over, started - wait.ended), wait) for wait in waits[max(0, k - 1) : k + 1]
+        ]
+        apart, found = min(near, key=lambda pair: pair[0], default=(0, None))
+        if found is not None and apart <= clock.uncertainty:
+            args = {**self._texts.of(found.line)}
         self._events.slice(pid, tid, row.step.name, ANSWER, began, ended, args)
 
     def _times(self, row: Row, clock: Clock) -> tuple[int, int]:

@@ -5,6 +5,7 @@ It is on a port of loopback, or in a network namespace of its own.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pwd
 import shutil
@@ -52,6 +53,13 @@ def _port() -> int:
         return int(free.getsockname()[1])
 
 
+def _with_users(*words: str) -> None:
+    """Run a command that changes the list of users. Two test processes take turns."""
+    with Path(tempfile.gettempdir(), "dr-sshd-users.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        subprocess.run(words, check=True, capture_output=True)
+
+
 class Account:
     """A second user with a home of its own, which goes with it, and a client that knows its key.
 
@@ -67,11 +75,9 @@ class Account:
     def __enter__(self) -> Account:
         self.folder.chmod(0o755)
         self.bin.mkdir()
-        subprocess.run(
-            ["useradd", "-m", "-d", str(self.home), "-s", "/bin/sh", USER], check=True, capture_output=True
-        )
+        _with_users("useradd", "-m", "-d", str(self.home), "-s", "/bin/sh", USER)
         # A locked account is not let in.
-        subprocess.run(["usermod", "-p", "*", USER], check=True)
+        _with_users("usermod", "-p", "*", USER)
         self.uid = pwd.getpwnam(USER).pw_uid
         for name in ("key", "host_key"):
             self._run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name))
@@ -95,7 +101,7 @@ class Account:
         until(lambda: not self.processes())
         for path in self.left():
             shutil.rmtree(path, ignore_errors=True)
-        subprocess.run(["userdel", USER], check=True, capture_output=True)
+        _with_users("userdel", USER)
         shutil.rmtree(self.folder)
 
     def _run(self, *words: str) -> None:
@@ -208,7 +214,11 @@ class Islands:
 
     def __init__(self) -> None:
         self.names = [f"dr-i{k}-{os.getpid()}" for k in range(2)]
-        self.hosts = [f"10.78.{k}.2" for k in range(2)]
+        # Several test processes have islands at a time.
+        number = os.getpid() * 2 % 32768
+        nets = [number + k for k in range(2)]
+        self.networks = [f"10.{64 + net // 256 % 128}.{net % 256}" for net in nets]
+        self.hosts = [f"{network}.2" for network in self.networks]
 
     def __enter__(self) -> Islands:
         try:
@@ -216,7 +226,7 @@ class Islands:
                 outer, inner = f"dri{k}{os.getpid() % 100000}", "dr0"
                 self._ip("netns", "add", name)
                 self._ip("link", "add", outer, "type", "veth", "peer", "name", inner, "netns", name)
-                self._ip("addr", "add", f"10.78.{k}.1/24", "dev", outer)
+                self._ip("addr", "add", f"{self.networks[k]}.1/24", "dev", outer)
                 self._ip("link", "set", outer, "up")
                 self._ip("-n", name, "addr", "add", f"{self.hosts[k]}/24", "dev", inner)
                 for device in ("lo", inner):

@@ -130,6 +130,7 @@ def test_a_receive_may_be_posted_first(session: object) -> None:
     assert into.tolist() == [0, 1, 2] and work.source_rank() == 0
     until(work.is_completed)
     until(future.done)
+    until(sent.is_completed)
     assert future.value()[0] is into and work.is_success() and sent.is_success()
 
 

@@ -150,7 +150,11 @@ class Loader:
 
     def _explain(self, error: Exception) -> None:
         """Raise how a process of the loader has ended, if one has."""
-        wait([one.sentinel for one in self._processes], _DYING)
+        gone = wait([one.sentinel for one in self._processes], _DYING)
+        for one in self._processes:
+            # The system closes what it holds open before it can be asked how it has ended.
+            if one.sentinel in gone:
+                one.join(_DYING)
         ended = [one for one in self._processes if one.exitcode]
         if not ended:
             return

@@ -120,10 +120,11 @@ class Recorded:
         """Return a row of each instruction that runs now, read off its thread's frame, by thread."""
         found: dict[int, tuple[int, ...]] = {}
         for thread, innermost in sys._current_frames().items():
-            frame: FrameType | None = innermost
-            while frame is not None and frame.f_code is not self._code:
+            frame: object = innermost
+            # See `Progress`: the chain may end in something else than a frame.
+            while isinstance(frame, FrameType) and frame.f_code is not self._code:
                 frame = frame.f_back
-            names = {} if frame is None else frame.f_locals
+            names = frame.f_locals if isinstance(frame, FrameType) else {}
             if names.get("rows") is not self._rows:
                 continue
             words, i, began, number = names["p"], names["i"], names.get("began"), names["number"]

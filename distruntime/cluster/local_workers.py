@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import os
 import platform
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import final
 
+from ..launching.programs import how_ended, last_lines, wait_or_kill
 from ..session.launcher import Launcher, LaunchSpec, WorkerProcess
 from ..wire.deadlines import UNREACHABLE
 from ..wire.keys import KeyPair
@@ -53,23 +53,11 @@ class LocalWorker(WorkerProcess):
             return None
         if code == NOBODY_KNOWS:
             return "ended, and nobody knows how: the process that forked it had ended before"
-        if code >= 0:
-            return f"exited with code {code}"
-        try:
-            return f"killed by signal {-code} ({signal.Signals(-code).name})"
-        except ValueError:
-            # Real-time signals have no name.
-            return f"killed by signal {-code}"
+        return how_ended(code)
 
     def last_lines(self, count: int = 20) -> str:
         """Return the end of what the worker wrote."""
-        try:
-            with self.log.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 200 * count))
-                lines = file.read().decode("utf-8", "replace").splitlines()
-        except OSError as error:
-            return f"({self.log} cannot be read: {error.strerror})"
-        return "\n".join(lines[-count:])
+        return last_lines(self.log, count)
 
     def terminate(self) -> None:
         """Ask the process to end. Return at once.
@@ -90,11 +78,7 @@ class LocalWorker(WorkerProcess):
     def stop(self, timeout: float = 5.0) -> None:
         """Block until the process has ended; one that takes longer than `timeout` seconds is killed."""
         self.terminate()
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, timeout)
 
     def __repr__(self) -> str:
         ended = "" if self._process.returncode is None else ", ended"

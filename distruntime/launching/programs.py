@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import final
+from typing import Protocol, final
 
 from ..errors import ConfigurationError
 from ..session.launcher import LaunchSpec, WorkerProcess
@@ -50,6 +50,47 @@ def ends_with_us() -> Callable[[], None] | None:
     return arrange
 
 
+def how_ended(code: int) -> str:
+    """Return what an exit code says, as "killed by signal 9 (SIGKILL)"."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"killed by signal {-code} ({signal.Signals(-code).name})"
+    except ValueError:
+        # Real-time signals have no name.
+        return f"killed by signal {-code}"
+
+
+def last_lines(log: Path, count: int) -> str:
+    """Return the end of a log, at most `count` lines."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LINE * count))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except OSError as error:
+        return f"({log} cannot be read: {error.strerror})"
+    return "\n".join(lines[-count:])
+
+
+class Process(Protocol):
+    """A child process."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Block until it has ended."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+def wait_or_kill(process: Process, timeout: float) -> None:
+    """Block until a process has ended; kill it after `timeout` seconds."""
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 @final
 class ProgramWorker(WorkerProcess):
     """A worker on some machine, and the program here that lives as long. Both write to `log`."""
@@ -68,23 +109,11 @@ class ProgramWorker(WorkerProcess):
         code = self._process.poll()
         if code is None:
             return None
-        if code >= 0:
-            return f"{self.name} exited with code {code}"
-        try:
-            return f"{self.name} was killed by signal {-code} ({signal.Signals(-code).name})"
-        except ValueError:
-            # Real-time signals have no name.
-            return f"{self.name} was killed by signal {-code}"
+        return f"{self.name} {'was ' if code < 0 else ''}{how_ended(code)}"
 
     def last_lines(self, count: int = 20) -> str:
         """Return the end of what the worker and the program wrote."""
-        try:
-            with self.log.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _LINE * count))
-                lines = file.read().decode("utf-8", "replace").splitlines()
-        except OSError as error:
-            return f"({self.log} cannot be read: {error.strerror})"
-        return "\n".join(lines[-count:])
+        return last_lines(self.log, count)
 
     def terminate(self) -> None:
         """Ask the program to end, which asks the worker. Return at once."""
@@ -94,11 +123,7 @@ class ProgramWorker(WorkerProcess):
     def stop(self, timeout: float = 5.0) -> None:
         """Block until the program has ended; kill it after `timeout` seconds."""
         self.terminate()
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, timeout)
 
     def leave(self) -> None:
         """Let the program run on."""

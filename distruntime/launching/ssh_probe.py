@@ -42,6 +42,7 @@ for name in ("torch", "distruntime", "distruntime_worker"):
         if folder and name == "torch":
             found["site"] = os.path.dirname(folder)
     except Exception:
+        # An old Python has no find_spec. What is not found here is told to the user as missing.
         pass
 print("MARK" + json.dumps(found))
 """

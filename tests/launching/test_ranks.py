@@ -102,12 +102,12 @@ for number in range(2):
 sys.exit(0)
 """
 WAITS = """
-import time
+import signal
 import distruntime as dr
 
 session = dr.init_master_worker(quiet=True)
 print("computes", flush=True)
-time.sleep(1000)
+signal.pause()
 """
 _ROOT = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
 MPIRUN = (

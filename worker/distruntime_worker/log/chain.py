@@ -72,8 +72,8 @@ class Chain:
     def around(self, step: Step) -> Run:
         """Return what runs a step: its own run, and the links that concern it around that."""
         if step.parts:
-            # A program draws as a whole, and its time is noted as a whole. The other links stand around each
-            # of its instructions.
+            # A program draws as a whole, and its time is noted as a whole. Around each instruction in it
+            # stand the other links.
             whole: list[Link] = [self.timing, self._draws]
             inner = [link for link in self.links if link not in whole]
             step.runs = [_around(part, inner) for part in step.parts]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from types import CodeType
 
@@ -79,14 +79,7 @@ def held_by_layer(
     """
     owners = layers()
     storages, _ = _storages(nodes, before, poisoned)
-    nbytes: Counter[tuple[Place, str]] = Counter()
-    tensors: Counter[tuple[Place, str]] = Counter()
-    for storage in storages:
-        layer = owners.get(storage.storage)
-        if layer is not None and storage.nbytes:
-            nbytes[storage.place, layer] += storage.nbytes
-            tensors[storage.place, layer] += 1
-    return [Holder(count, tensors[key], *key) for key, count in nbytes.most_common()]
+    return _summed((one, owners[one.storage]) for one in storages if one.storage in owners)
 
 
 def _storages(
@@ -205,13 +198,17 @@ def _places(
 
 def _by_line(storages: Collection[_Held]) -> list[Holder]:
     texts = {line: code_text(*line) for line in {storage.line for storage in storages}}
+    return _summed((storage, texts[storage.line]) for storage in storages)
+
+
+def _summed(named: Iterable[tuple[_Held, str]]) -> list[Holder]:
+    """Return who holds how much, by place and name, biggest first."""
     nbytes: Counter[tuple[Place, str]] = Counter()
     tensors: Counter[tuple[Place, str]] = Counter()
-    for storage in storages:
+    for storage, name in named:
         if storage.nbytes:
-            key = storage.place, texts[storage.line]
-            nbytes[key] += storage.nbytes
-            tensors[key] += 1
+            nbytes[storage.place, name] += storage.nbytes
+            tensors[storage.place, name] += 1
     return [Holder(count, tensors[key], *key) for key, count in nbytes.most_common()]
 
 

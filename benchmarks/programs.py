@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -95,14 +97,14 @@ def _under_way(step: Step, batches: Sequence[tuple[torch.Tensor, ...]]) -> float
     return seconds(run) / UNDER_WAY
 
 
-def _read(step: Step, batches: Sequence[tuple[torch.Tensor, ...]]) -> float:
-    """Return the seconds of a step whose loss is read before the next one."""
+def _read(step: Step, batches: Sequence[tuple[torch.Tensor, ...]], count: int = UNDER_WAY) -> float:
+    """Return the seconds of a step whose result is read before the next one."""
 
     def run() -> None:
-        for k in range(UNDER_WAY):
+        for k in range(count):
             step(*batches[k % len(batches)]).item()
 
-    return seconds(run) / UNDER_WAY
+    return seconds(run) / count
 
 
 def _trained(
@@ -137,48 +139,82 @@ def _kinds(
     return kinds
 
 
+def patched(device: str) -> Training:
+    """Return a forward pass with one activation patched, of which one number is read, and eight inputs."""
+    model: Any = _gpt2(device).eval()
+    batches = [(torch.randint(0, 1000, (1, 32)).to(device),) for _ in range(8)]
+    patch = torch.zeros(128).to(device)
+
+    def replaced(_module: object, _args: object, out: Any) -> Any:
+        first = out[0] if isinstance(out, tuple) else out
+        first = torch.cat([first[:, :4], patch.expand(1, 1, 128), first[:, 5:]], dim=1)
+        return (first, *out[1:]) if isinstance(out, tuple) else first
+
+    model.transformer.h[0].register_forward_hook(replaced)
+
+    @torch.no_grad()
+    def score(tokens: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = model(input_ids=tokens).logits
+        return scores[0, -1, 7]
+
+    return score, batches
+
+
 def _patching(count: int, rounds: int) -> Figure:
     """Compare forward passes of which each reads one number, with one activation patched."""
-
-    def passes(device: str) -> tuple[Callable[[torch.Tensor], torch.Tensor], list[torch.Tensor]]:
-        model: Any = _gpt2(device).eval()
-        inputs = [torch.randint(0, 1000, (1, 32)).to(device) for _ in range(8)]
-        patch = torch.zeros(128).to(device)
-
-        def replaced(_module: object, _args: object, out: Any) -> Any:
-            first = out[0] if isinstance(out, tuple) else out
-            first = torch.cat([first[:, :4], patch.expand(1, 1, 128), first[:, 5:]], dim=1)
-            return (first, *out[1:]) if isinstance(out, tuple) else first
-
-        model.transformer.h[0].register_forward_hook(replaced)
-
-        @torch.no_grad()
-        def score(tokens: torch.Tensor) -> torch.Tensor:
-            scores: torch.Tensor = model(input_ids=tokens).logits
-            return scores[0, -1, 7]
-
-        return score, inputs
-
-    (here, near), (there, far) = passes("cpu"), passes("remote")
+    (here, near), (there, far) = patched("cpu"), patched("remote")
     program = dr.program(there)
-
-    def each(score: Callable[[torch.Tensor], torch.Tensor], inputs: list[torch.Tensor]) -> float:
-        return seconds(lambda: [score(inputs[k % 8]).item() for k in range(count)]) / count
-
     for _ in range(4):
-        assert abs(program(far[0]).item() - here(near[0]).item()) < 1e-5
+        assert abs(program(*far[0]).item() - here(*near[0]).item()) < 1e-5
     assert program.replays, program.why
-    ratio, ours, theirs = in_turn(lambda: each(program, far), lambda: each(here, near), rounds)
+    ratio, ours, theirs = in_turn(
+        lambda: _read(program, far, count), lambda: _read(here, near, count), rounds
+    )
     note = f"{ours * 1e3:.2f} ms, local {theirs * 1e3:.2f} ms"
     return Figure(f"{count} patched forward passes, a number of each read / local", ratio, "x", 1.2, note)
 
 
+def _serve(pipe: Connection, make: Callable[[str], Training]) -> None:
+    """Answer each byte on a pipe with the number that a step here gives for that batch."""
+    torch.set_num_threads(1)
+    step, batches = make("cpu")
+    while which := pipe.recv_bytes():
+        pipe.send(step(*batches[which[0] - 1]).item())
+
+
+def _over_a_pipe(what: str, make: Callable[[str], Training], count: int, rounds: int) -> Figure:
+    """Compare steps that another process makes, one for each byte on a bare pipe: no reading does better."""
+    spawn = get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=_serve, args=(theirs, make), daemon=True)
+    process.start()
+    here, near = make("cpu")
+
+    def asked() -> float:
+        def run() -> None:
+            for k in range(count):
+                ours.send_bytes(bytes([k % len(near) + 1]))
+                ours.recv()
+
+        return seconds(run) / count
+
+    asked()
+    _read(here, near, count)
+    ratio, there, local = in_turn(asked, lambda: _read(here, near, count), rounds)
+    ours.send_bytes(b"")
+    process.join()
+    note = f"{there * 1e3:.2f} ms, local {local * 1e3:.2f} ms; the floor of a read: nothing of distruntime"
+    return Figure(f"{what}, eager in another process, asked over a bare pipe / local", ratio, "x", None, note)
+
+
 def measure(quick: bool) -> list[Figure]:
     """Return the figures of steps with straight-line code and with Inductor, and of reads beside them."""
-    rounds = 3 if quick else 15
+    rounds, few, patches = (3, 3, _PATCHES // 10) if quick else (15, 7, _PATCHES)
     with dr.init_master_worker(world_size=1, quiet=True):
         return [
             *_trained("MLP", mlp, (0.95, 0.75), rounds),
             *_trained("GPT-2", gpt2, (0.9, 0.75), rounds),
-            _patching(_PATCHES // 10 if quick else _PATCHES, 3 if quick else 7),
+            _over_a_pipe("MLP step, the loss read each time", mlp, UNDER_WAY, rounds),
+            _patching(patches, few),
+            _over_a_pipe(f"{patches} patched forward passes, a number of each read", patched, patches, few),
         ]

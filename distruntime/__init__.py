@@ -23,10 +23,10 @@ if typing.TYPE_CHECKING:
     from .cluster.connect import detach, init_master_worker, is_initialized, shutdown
     from .cluster.memory import Memory, memory
     from .cluster.nodes import NodeInfo, nodes
-    from .cluster.restart import restart
     from .cluster.settings import Settings, config
     from .cluster.stacks import stacks
     from .cluster.user_session import Session
+    from .cluster.workers import add_worker, restart
     from .collectives import functional, primitives
     from .collectives.group import ProcessGroup, new_group
     from .collectives.in_place import (
@@ -220,6 +220,7 @@ __all__ = [
     "WhySlow",
     "Work",
     "WorkerProcess",
+    "add_worker",
     "all_gather",
     "all_gather_into_tensor",
     "all_reduce",

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..backend.random import get_rng_state, set_rng_state
-from ..cluster.restart import restart
+from ..cluster.workers import restart
 from ..errors import ConnectionFailed, DistruntimeError, NodeFailed, UsageError, without_our_frames
 from ..log.handle import Place
 from ..session.session import Session, active_session

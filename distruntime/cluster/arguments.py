@@ -61,6 +61,7 @@ def launched(
 def check(
     backend: str,
     world_size: int | None,
+    max_world_size: int | None,
     workers: Sequence[str] | None,
     listen: str | None,
     simulate_cuda: int,
@@ -121,6 +122,17 @@ def check(
         isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1
     ):
         raise ConfigurationError(f"world_size is a number of workers, at least 1, got {world_size!r}")
+    if max_world_size is not None and (
+        isinstance(max_world_size, bool)
+        or not isinstance(max_world_size, int)
+        or listen is None
+        or max_world_size < (world_size or 1)
+    ):
+        raise ConfigurationError(
+            f"max_world_size is a number of workers, at least world_size ({world_size}), and goes with "
+            f"listen=: got {max_world_size!r}"
+            + ("" if listen is not None else ". Elsewhere dr.add_worker() adds one")
+        )
     if isinstance(simulate_cuda, bool) or not isinstance(simulate_cuda, int) or not 0 <= simulate_cuda <= 127:
         raise ConfigurationError(
             "simulate_cuda is a number of GPUs per worker from 0 to 127, the most that torch can tell "

@@ -61,6 +61,8 @@ class SessionOptions:
     restart_workers: bool
     simulate_cuda: int
     launcher: Launcher | None
+    # Workers that dial become new nodes up to so many.
+    most: int
     say: Callable[[str], None]
 
 
@@ -83,6 +85,7 @@ def _connector(
         grace=options.grace,
         restart_workers=options.restart_workers,
         endpoints=endpoints,
+        most=options.most,
     )
 
 
@@ -185,7 +188,10 @@ def _attach_local(options: SessionOptions, entry: Entry, fresh: Sequence[int]) -
         simulate_cuda=entry.simulate_cuda,
     )
     launcher = options.launcher or LocalLauncher()
-    session.workers.launch = lambda k: launcher.start(replace(spec, node=k, listen=entry.workers[k]))
+    session.workers.address = lambda k: f"ipc://{directory}/worker-{k}"
+    session.workers.launch = lambda k: launcher.start(
+        replace(spec, node=k, listen=session.workers.address(k))
+    )
     for k, connection in enumerate(connector.connections):
         connection.listened = k not in fresh
     started = time.monotonic()
@@ -232,6 +238,20 @@ def _spec(
 def _note(session: Session, entry: Entry) -> None:
     write(entry)
     session.ending.on_end.append(lambda: delete(entry.name))
+    noted = [entry]
+
+    def joined(node: Node) -> None:
+        before = noted[0]
+        if node.index == len(before.workers):
+            where = node.host if before.listen else node.address
+            noted[0] = replace(before, workers=(*before.workers, where))
+            try:
+                write(noted[0])
+            except ConfigurationError as error:
+                # The thread that reads the socket is here, and must go on.
+                log.warning("a later master will not find %s: %s", node, error)
+
+    session.on_return.append(joined)
 
 
 def _note_listening(options: SessionOptions, session: Session) -> None:

@@ -51,6 +51,7 @@ def init_master_worker(
     workers: Sequence[str] | None = None,
     listen: str | None = None,
     *,
+    max_world_size: int | None = None,
     session: str | None = None,
     resume: bool | Literal["auto"] = False,
     force: bool = False,
@@ -79,6 +80,8 @@ def init_master_worker(
         workers: addresses of running daemons to attach to, node 0 first: ["tcp://gpubox:29400"]; or
             $DISTRUNTIME_WORKERS.
         listen: the address that workers dial: "tcp://0.0.0.0:29400"; or $DISTRUNTIME_LISTEN.
+        max_world_size: with `listen`: workers that dial while the session runs become new nodes, up to so
+            many in all. Without it, `dr.add_worker()` lets one in.
         session: a name, with which the session outlives this process, or $DISTRUNTIME_SESSION; workers keep
             its values, and a later master gets back what was published.
         resume: True attaches to the session of that name, on the workers that it has. "auto" attaches to it
@@ -114,7 +117,16 @@ def init_master_worker(
     given = dict(locals())
     name = os.environ.get("DISTRUNTIME_SESSION") or None if session is None else session
     check(
-        backend, world_size, workers, listen, simulate_cuda, data_channel, restart_workers, launcher, resume
+        backend,
+        world_size,
+        max_world_size,
+        workers,
+        listen,
+        simulate_cuda,
+        data_channel,
+        restart_workers,
+        launcher,
+        resume,
     )
     if name is not None:
         checked_name(name)
@@ -136,6 +148,7 @@ def init_master_worker(
         restart_workers,
         simulate_cuda,
         launcher,
+        max_world_size or 0,
         voice(quiet),
     )
     arguments = settled({**given, "session": name})

@@ -62,6 +62,9 @@ class Connection:
         # These say whether no worker has been this node yet, and why none can be any more.
         self.first = True
         self.failure: str | None = None
+        # It is True once nobody waits any more for the first worker of a node that was to come to a session
+        # that runs.
+        self.withdrawn = False
         # This says why the worker there has not taken the session, as the log has it.
         self.refusal = ""
         # It is True where somebody listened at the address just before this search began.

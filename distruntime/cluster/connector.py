@@ -59,6 +59,7 @@ class Connector:
         keep: seconds that a worker keeps the session while it has no master.
         grace: seconds that a worker that cannot be reached is waited for.
         restart_workers: start a lost worker again, where this process had started it.
+        most: so many nodes the session may have: workers that dial become new nodes up to that number.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Connector:
         grace: float,
         restart_workers: bool,
         endpoints: Mapping[int, str] = MappingProxyType({}),
+        most: int = 0,
     ) -> None:
         self.session, self.keep, self.grace, self.restart_workers = session, keep, grace, restart_workers
         # This master proves itself with it on later connections.
@@ -79,7 +81,7 @@ class Connector:
             Connection(k, address, endpoints.get(k, "")) for k, address in enumerate(addresses)
         ]
         self.nodes: dict[int, Node] = {}
-        self._modes = modes
+        self._modes, self._most = [*modes], most
         self._met = False
         self._by_attempt: dict[bytes, Connection] = {}
         # These are what the name in a node's address stands for, and the nodes whose name a thread looks up.
@@ -111,6 +113,30 @@ class Connector:
     def all_met(self) -> None:
         """Note that a worker has come for each node."""
         self._met = True
+
+    # -- one node more -------------------------------------------------------------------------------------
+
+    def add(self, address: str) -> Connection:
+        """Seek the worker of one node more, at an address or, for "", among those that dial.
+
+        Return at once. Any thread may call, while no other node is to come.
+        """
+        connection = Connection(len(self.connections), address)
+        self._modes.append("new")
+        self.connections.append(connection)
+        self._polled_at = 0.0
+        return connection
+
+    def withdraw(self, connection: Connection) -> None:
+        """Seek a node's first worker no longer. Return at once. The next `poll` drops the connection."""
+        connection.withdrawn = True
+        self._polled_at = 0.0
+
+    def _drop_withdrawn(self) -> None:
+        last = self.connections[-1]
+        if last.withdrawn and last.number not in self.nodes and not last.attempts:
+            self._modes.pop()
+            self.connections.pop()
 
     # -- what happens, as the session tells it -------------------------------------------------------------
 
@@ -206,6 +232,7 @@ class Connector:
             self._hang_up(connection)
             if connection.is_due(now):
                 self._dial(connection, now)
+        self._drop_withdrawn()
         for node in self.session.nodes:
             if node.presence.connecting:
                 self._look_after(node)
@@ -220,7 +247,8 @@ class Connector:
         if self.session.closed is not None:
             return None
         if node is None:
-            return self._modes[connection.number]
+            failed = connection.withdrawn or (self._met and connection.failure is not None)
+            return None if failed else self._modes[connection.number]
         if node.failed is None:
             return "again" if node.presence.absence is not None else None
         awaited = node.index in self._awaited or not connection.address
@@ -351,7 +379,9 @@ class Connector:
         self.nodes[number] = node
         self._awaited.discard(number)
         session.receiver.by_peer[peer] = node
-        if not first:
+        if first and self._met:
+            session.join(node)
+        elif not first:
             session.replace(node)
             log.warning(
                 "%s is there again (pid %d). The tensors of the worker before it stay lost", node, welcome.pid
@@ -400,6 +430,8 @@ class Connector:
                 break
         else:
             found = self._vacant(join)
+            if found is None and self._met and len(self.connections) < self._most:
+                found = self.add("")
             if found is None:
                 if self._met and peer not in self._spare:
                     self._spare.add(peer)
@@ -432,8 +464,12 @@ class Connector:
         """Return the connection for a worker that has dialled: the one it asks for, or the first free one."""
         wish = join.node
         if self._met:
-            lost = [c for c in self.connections if self.nodes[c.number].failed is not None]
-            wanted = [c for c in lost if (wish is None or c.number == wish) and self._wanted(c) is not None]
+            free = [
+                c
+                for c in self.connections
+                if (self.nodes[c.number].failed is not None if c.number in self.nodes else not c.address)
+            ]
+            wanted = [c for c in free if (wish is None or c.number == wish) and self._wanted(c) is not None]
             return min(wanted, key=lambda connection: len(connection.attempts), default=None)
         if wish is not None and not 0 <= wish < len(self.connections):
             count = len(self.connections)

@@ -190,7 +190,8 @@ def share_of_gpus(worker: int, workers: int, environment: Mapping[str, str]) -> 
         return {}
     named = [name.strip() for name in environment.get(variable, "").split(",") if name.strip()]
     cards = named[:count] if named else [str(k) for k in range(count)]
-    return {variable: ",".join(cards[worker::workers])}
+    # A worker that came to the session later has a number beyond them.
+    return {variable: ",".join(cards[worker % workers :: workers])}
 
 
 def _may_have_gpus() -> bool:

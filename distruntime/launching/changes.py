@@ -19,7 +19,7 @@ log = logging.getLogger("distruntime")
 
 @dataclass(frozen=True)
 class NodeChange:
-    """What has happened to a node: its worker is "lost", and `why` says how, or another one has "joined"."""
+    """What has happened to a node: its worker is "lost", and `why` says how, or a worker has "joined"."""
 
     node: int
     what: Literal["lost", "joined"]
@@ -72,7 +72,7 @@ _open: list[_Changes] = []
 def on_nodes(listener: Listener) -> Callable[[], None]:
     """Call a function at each change of a node, until the session ends. Return at once.
 
-    A change is a worker that is lost, or another one that has come in its place: see `NodeChange`. The calls
+    A change is a worker that is lost, or one that has come: see `NodeChange`. The calls
     come one after the other, in a thread of their own, so the function may wait for workers. What it raises
     goes to the log.
 

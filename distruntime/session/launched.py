@@ -25,12 +25,14 @@ class LaunchedWorkers(list[WorkerProcess | None]):
     """The workers of a session by node; None stands for one that this process has not started.
 
     `launch` starts the worker of a node; None: the session's workers are not this process's to start.
+    `address` gives the address where the worker of a node listens; "": it dials this process.
     `startable` are the nodes whose workers it starts; None: all of them.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.launch: Callable[[int], WorkerProcess] | None = None
+        self.address: Callable[[int], str] = lambda number: ""
         self.startable: frozenset[int] | None = None
         self._restarts: list[float] = []
         self._kills = out_of_memory_kills()

@@ -55,15 +55,22 @@ class Meeting:
             request.when_done(self._listens)
 
     def returned(self, node: Node) -> None:
-        """Have every worker told where one listens that has come in a lost one's place. Return at once."""
+        """Have every worker told where one listens that has come. Return at once."""
         if len(self.session.nodes) < 2:
             return
         self.done = False
         self._told.clear()
-        self._asked = [request for request in self._asked if request.node.index != node.index]
-        asked = self.session.ask(node, ListenForPeers, proposed(node))
-        self._asked.append(asked)
-        asked.when_done(self._listens)
+        others = [request for request in self._asked if request.node.index != node.index]
+        known = {request.node.index for request in others}
+        # A node that was alone until now has not been asked.
+        asked = [
+            self.session.ask(one, ListenForPeers, proposed(one))
+            for one in self.session.nodes
+            if one is node or (one.index not in known and one.failed is None)
+        ]
+        self._asked = [*others, *asked]
+        for request in asked:
+            request.when_done(self._listens)
 
     def _listens(self, request: Request[str]) -> None:
         if not self.done and all(request.done for request in self._asked):

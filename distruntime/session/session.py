@@ -166,6 +166,13 @@ class Session:
         for callback in self.on_return:
             callback(node)
 
+    def join(self, node: Node) -> None:
+        """Let a worker be one node more."""
+        self.nodes.append(node)
+        self._set_up(node)
+        for callback in self.on_return:
+            callback(node)
+
     # -- requests ------------------------------------------------------------------------------------------
 
     def fetch(

@@ -132,7 +132,7 @@ class Channel:
         self.address = ""
         # It counts the bytes of messages without their peers' names.
         self.sent_bytes = 0
-        self._keys = keys
+        self.keys = keys
         # It is True once nobody has to prove who they are at some address of this channel: no pickle that
         # comes through it is opened.
         self.unproven = keys is None and listen is not None and needs_key(listen)
@@ -190,10 +190,10 @@ class Channel:
         """
         with self._lock:
             self._check_open()
-            self.unproven = self.unproven or (self._keys is None and needs_key(address))
+            self.unproven = self.unproven or (self.keys is None and needs_key(address))
             try:
-                if self._keys is not None:
-                    self._socket.curve_serverkey = self._keys.public
+                if self.keys is not None:
+                    self._socket.curve_serverkey = self.keys.public
                 resolved = resolve(address)
                 self._socket.ipv6 = wants_ipv6(address, resolved)
                 self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, peer)
@@ -479,14 +479,14 @@ class Channel:
         router.tcp_maxrt = 60_000
         if name is not None:
             router.routing_id = name
-        if self._keys is not None:
-            router.curve_publickey, router.curve_secretkey = self._keys.public, self._keys.secret
+        if self.keys is not None:
+            router.curve_publickey, router.curve_secretkey = self.keys.public, self.keys.secret
             if server:
                 router.curve_server = True
                 router.zap_domain = _ZAP_DOMAIN.encode("ascii")
                 self._guard = zmq.auth.thread.ThreadAuthenticator(self._context)
                 self._guard.start()
-                self._guard.configure_curve_callback(_ZAP_DOMAIN, _OnlyKey(self._keys.public))
+                self._guard.configure_curve_callback(_ZAP_DOMAIN, _OnlyKey(self.keys.public))
 
     def _beat(self, silence: float, patient: bool) -> None:
         router, beat = self._socket, max(1, round(silence * 1000 / 5))

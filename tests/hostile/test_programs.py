@@ -15,14 +15,19 @@ from processes import STARTING
 from random_programs import FAILED, Program, Run, World
 
 
-@pytest.fixture(scope="module", params=[(2, 2), (4, 0)], ids=["two nodes, four GPUs", "four nodes"])
+@pytest.fixture(
+    scope="module",
+    params=[(2, 2, 0), (4, 0, 0), (1, 0, 2)],
+    ids=["two nodes, four GPUs", "four nodes", "a node, and two that came later"],
+)
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     dr.shutdown()
-    nodes, gpus = request.param
+    nodes, gpus, more = request.param
     with (
         pytest.MonkeyPatch.context() as patch,
         dr.init_master_worker(world_size=nodes, simulate_cuda=gpus, timeout=STARTING),
     ):
+        assert [dr.add_worker() for _ in range(more)] == [*range(nodes, nodes + more)]
         patch.setenv("DISTRUNTIME_SIGNING_KEY", str(tmp_path_factory.mktemp("keys") / "signing-key"))
         yield World(tmp_path_factory.mktemp("checkpoints"))
         failures_are_known()

@@ -30,6 +30,8 @@ log = logging.getLogger("distruntime.worker")
 
 # So many seconds pass before a worker is dialled again.
 _PAUSE = 0.1
+# The master tells of a worker that another one hears of sooner within so many seconds.
+_TOLD = 10.0
 
 # It takes the node that a message comes from, and the message.
 Handle = Callable[[int, Message], None]
@@ -67,7 +69,7 @@ class PeerChannel:
         self._again: dict[int, float] = {}
         self._numbers = count().__next__
         self._strangers = Tally(log.warning)
-        self._known = threading.Event()
+        self._told = threading.Condition()
         self._peers: Peers | None = None
         threading.Thread(target=self._read, name="peers", daemon=True).start()
 
@@ -82,8 +84,9 @@ class PeerChannel:
             peers.addresses
         ):
             raise ProtocolError(f"Peers makes no sense: node {peers.node} of {str(peers.addresses)[:80]}")
-        self._peers = peers
-        self._known.set()
+        with self._told:
+            self._peers = peers
+            self._told.notify_all()
 
     def send(self, node: int, message: Message) -> None:
         """Send to another worker, dialling it first.
@@ -182,14 +185,19 @@ class PeerChannel:
         with suppress(PeerGone):
             self._channel.send(peer, [encode(message)])
 
+    def _count(self) -> int:
+        return 0 if self._peers is None else len(self._peers.addresses)
+
     def _take(self, peer: bytes, message: Message) -> None:
         match message:
             case Meet(secret=secret, node=node, origin=origin):
-                # The master may have told the other one first.
-                self._known.wait(10.0)
-                if self._peers is None or not compare_digest(secret, self._peers.secret):
-                    raise ProtocolError("Meet without the session's secret")
-                if not 0 <= node < len(self._peers.addresses):
+                # The master may have told the other one first, of all workers or of one that has just come.
+                with self._told:
+                    self._told.wait_for(lambda: self._peers is not None, _TOLD)
+                    if self._peers is None or not compare_digest(secret, self._peers.secret):
+                        raise ProtocolError("Meet without the session's secret")
+                    self._told.wait_for(lambda: node < self._count(), _TOLD)
+                if not 0 <= node < self._count():
                     raise ProtocolError(f"Meet as node {node}, of {len(self._peers.addresses)}")
                 link = self._incoming.setdefault(origin, Link())
                 for other in [name for name, (_, known) in self._introduced.items() if known is link]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from types import TracebackType
 from typing import Any, SupportsIndex
 
@@ -64,6 +64,16 @@ class RemoteObject(Operand, Fetchable):
         callee = maker.child(what, shown or f"{maker.name} {what}", what)
         return invoke(callee, _of_objects, (self, *args), {}, None, keep)
 
+    def _kept(self, what: str) -> RemoteObject:
+        """Issue what the worker does under a name, and whose result is an object: nobody is asked what it is.
+
+        Return at once.
+        """
+        maker = self._maker
+        found = invoke(maker.child(what, f"{maker.name} {what}", what), _kept, (self,), {}, None, keep)
+        assert isinstance(found, RemoteObject)
+        return found
+
     def __call__(self, *args: object, **kwargs: object) -> Result:
         """Call it on its worker."""
         maker = self._maker
@@ -115,6 +125,10 @@ class RemoteObject(Operand, Fetchable):
     @without_our_frames
     def __iter__(self) -> Iterator[Result]:
         return RemoteIterator(self._do("iter"))
+
+    @without_our_frames
+    def __aiter__(self) -> AsyncIterator[Result]:
+        return RemoteAsyncIterator(self._kept("aiter"))
 
     @without_our_frames
     def __next__(self) -> Result:
@@ -304,6 +318,27 @@ class RemoteIterator:
     @without_our_frames
     def __next__(self) -> Result:
         return _next_of(self._held)
+
+
+class RemoteAsyncIterator:
+    """An iterator on a worker: other tasks of the event loop run while the worker makes an item.
+
+    Each item is two round trips. The second one follows at once, and blocks.
+    """
+
+    def __init__(self, held: object) -> None:
+        self._held = held
+
+    @without_our_frames
+    def __aiter__(self) -> RemoteAsyncIterator:
+        return self
+
+    async def __anext__(self) -> Result:
+        assert isinstance(self._held, RemoteObject)
+        ahead = self._held._kept("ahead")
+        if not await fetch_async(ahead._kept("len")):
+            raise StopAsyncIteration
+        return _next_of(ahead)
 
 
 def _next_of(held: object) -> object:

@@ -17,6 +17,7 @@ it picks values (`any`, `like`), does the thing on `value.remote` within `self.w
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import io
 import itertools
@@ -26,7 +27,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterable, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -1482,6 +1483,10 @@ def _items(x: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
         yield x + k
 
 
+async def _gathered(items: AsyncIterable[Any]) -> list[Any]:
+    return [item async for item in items]
+
+
 def _until_cancelled(x: torch.Tensor) -> torch.Tensor:
     while True:
         time.sleep(0.001)
@@ -1637,8 +1642,9 @@ class Calling(Base):
         self.say(a, count)
         with self.with_object(a.place):
             items: Any = _remote[_items](a.remote, count)
-            for k, (remote, local) in enumerate(zip(items, _items(a.local.clone(), count), strict=True)):
-                del k
+            if self.random.random() < 0.5:
+                items = asyncio.run(_gathered(items))
+            for remote, local in zip(items, _items(a.local.clone(), count), strict=True):
                 self.keep(a.place, remote, local)
 
     @operation(0.7)

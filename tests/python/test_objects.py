@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,6 +130,57 @@ def test_iterating(env: Any) -> None:
 
     items: Any = dr.remote(squares)(3)
     assert [t.item() for t in items] == [0, 1, 4]
+
+
+async def gathered(items: Any) -> list[Any]:
+    return [item async for item in items]
+
+
+def squares(n: int) -> Iterator[torch.Tensor]:
+    for k in range(n):
+        yield torch.tensor(k * k)
+
+
+async def cubes(n: int) -> AsyncIterator[torch.Tensor]:
+    for k in range(n):
+        await asyncio.sleep(0)
+        yield torch.tensor(k**3)
+
+
+def test_asynchronous_iterating(env: Any) -> None:
+    assert asyncio.run(gathered(dr.remote(squares)(3))) == [0, 1, 4]
+    assert asyncio.run(gathered(dr.remote(cubes)(3))) == [0, 1, 8]
+    assert [dr.fetch(item) for item in asyncio.run(gathered(env))] == [0, 1, 2]
+
+
+def test_other_tasks_run_while_an_item_is_made(tmp_path: Path) -> None:
+    path = str(tmp_path / "fifo")
+    os.mkfifo(path)
+
+    def lines() -> Iterator[str]:
+        with open(path) as fifo:
+            yield from fifo
+
+    async def both() -> list[Any]:
+        found = asyncio.create_task(gathered(dr.remote(lines)()))
+        await asyncio.sleep(0)
+        # The worker waits for a line, and this task goes on.
+        with open(path, "w") as fifo:
+            fifo.write("made")
+        return await found
+
+    assert [dr.fetch(item) for item in asyncio.run(both())] == ["made"]
+
+
+def test_an_asynchronous_item_that_fails_says_so() -> None:
+    def fails() -> Iterator[int]:
+        yield 1
+        raise IndexError("no second item")
+
+    with pytest.raises(IndexError, match="no second item"):
+        asyncio.run(gathered(dr.remote(fails)()))
+    with pytest.raises(TypeError, match="not iterable"):
+        asyncio.run(gathered(dr.remote(Env)(2).count))
 
 
 def test_a_generator_that_is_left_ends_with_its_proxy() -> None:

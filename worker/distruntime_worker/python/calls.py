@@ -30,7 +30,7 @@ from ..values.functions import Tape
 from ..values.objects import Held, Poisoned
 from ..values.step import Operator
 from ..values.template import Template
-from . import hosting
+from . import hosting, iteration
 from .parcel import assembled
 from .running import Around
 from .skeleton import Real, arguments, load, missing
@@ -90,17 +90,6 @@ def _reflected(what: str, right: object, left: object) -> object:
     return _NAMED[what](left, right)
 
 
-class _End:
-    """What `_next` returns at the end of an iterator."""
-
-
-_end = _End()
-
-
-def _next(iterator: object) -> object:
-    return next(iterator, _end)  # type: ignore[call-overload]
-
-
 def _callable(name: str, thing: object) -> bool:
     return callable(getattr(thing, name))
 
@@ -108,6 +97,7 @@ def _callable(name: str, thing: object) -> bool:
 # What an object's proxy calls by name. Everything else that is called was sent.
 _NAMED: dict[str, Operator] = {
     **hosting.NAMED,
+    **iteration.NAMED,
     "method": _method,
     "reflected": _reflected,
     "call": _call,
@@ -121,8 +111,6 @@ _NAMED: dict[str, Operator] = {
     "copy": copy.copy,
     "deepcopy": copy.deepcopy,
     "callable": _callable,
-    "iter": iter,
-    "next": _next,
     "len": len,
     "bool": bool,
     "int": int,
@@ -256,7 +244,7 @@ class Calls:
             raise failure from error
 
     def _told(self, box: list[object], operands: list[object], recorded: bool) -> Plain:
-        if isinstance(box[0], _End):
+        if box[0] is iteration.PAST_END:
             return END
         return described(box, operands, self._memories, recorded)
 

@@ -55,6 +55,7 @@ if typing.TYPE_CHECKING:
         DistruntimeError,
         InternalError,
         NodeFailed,
+        NonFiniteError,
         NotSupportedError,
         PlacementError,
         ProtocolError,
@@ -122,7 +123,10 @@ if typing.TYPE_CHECKING:
         zeros,
     )
     from .tensors.fetch import Fetched, fetch, fetch_async
+    from .tensors.replace_modules import replace_modules
     from .tensors.tensor import DistributedTensor
+    from .timeline.detect_nan import detect_nan
+    from .timeline.profile_model import ModelProfile, ModuleProfile, profile_model
     from .timeline.trace import Trace, trace
     from .timeline.why_slow import WhySlow, why_slow
     from .wire.data_channel import Capabilities, DataChannel, Membership, Reduction, register_data_channel
@@ -187,9 +191,12 @@ __all__ = [
     "LongTensor",
     "Membership",
     "Memory",
+    "ModelProfile",
+    "ModuleProfile",
     "NodeChange",
     "NodeFailed",
     "NodeInfo",
+    "NonFiniteError",
     "NotSupportedError",
     "Partition",
     "Place",
@@ -237,6 +244,7 @@ __all__ = [
     "default_stream",
     "destroy_process_group",
     "detach",
+    "detect_nan",
     "device",
     "empty",
     "eye",
@@ -271,6 +279,7 @@ __all__ = [
     "place",
     "premul_sum",
     "primitives",
+    "profile_model",
     "program",
     "publish",
     "pull",
@@ -285,6 +294,7 @@ __all__ = [
     "reduce_scatter_tensor",
     "register_data_channel",
     "remote",
+    "replace_modules",
     "restart",
     "run_with_restarts",
     "save",

@@ -68,6 +68,10 @@ class RemoteError(DistruntimeError):
     """
 
 
+class NonFiniteError(DistruntimeError, ArithmeticError):
+    """An operator that `dr.detect_nan` has looked at gave NaN, or an infinity."""
+
+
 class StreamCancelled(DistruntimeError, RuntimeError):
     """The work was dropped by `dr.cancel` or `stream.cancel` before it ran, or its function interrupted."""
 

@@ -190,14 +190,24 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
             kept[key] = numbers(self._home, tuple(at[k] for at in self.coordinates()))
         return kept[key].clone()  # type: ignore[no-any-return]
 
-    def manual_seed(self, seed: int, distinct: bool = False) -> None:
+    def manual_seed(self, seed: int, distinct: bool | str | Sequence[str] = False) -> None:
         """Seed the members' generators, after what has been issued. Return at once.
 
-        All members get `seed`, or with `distinct` member k gets `seed` + k.
+        All members get `seed`, or with `distinct` member k gets `seed` + k. If `distinct` names dimensions,
+        as "dp" or ["dp", "pp"], members that differ along one of them get other seeds. Members that differ
+        along the rest only get the same: dropout is then the same in a tensor-parallel group.
 
         `torch.manual_seed` seeds them all alike, too.
         """
-        self._seed(seed, tuple(range(len(self.places))) if distinct else None)
+        if isinstance(distinct, bool):
+            self._seed(seed, tuple(range(len(self.places))) if distinct else None)
+            return
+        dims = [self._dim(name) for name in ([distinct] if isinstance(distinct, str) else distinct)]
+
+        def index(at: tuple[int, ...]) -> int:
+            return reduce(lambda found, dim: found * self.shape[dim] + at[dim], dims, 0)
+
+        self._seed(seed, tuple(map(index, self.coordinates())))
 
     def _seed(self, seed: int, distinct: tuple[int, ...] | None = None) -> None:
         """Seed member k with `seed` + `distinct[k]`, by a few instructions however many they are."""

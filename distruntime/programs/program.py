@@ -90,6 +90,10 @@ class Program(Generic[P, R]):
         # A program inside another one is a part of it.
         if recorded.name:
             return self._fn(*args, **kwargs)
+        # A mode, such as `FlopCounterMode`, looks at each operator. It would not see those of a replay.
+        if torch._C._len_torch_dispatch_stack():
+            self.why = "a dispatch mode was on, so it ran op by op"
+            return self._fn(*args, **kwargs)
         try:
             return self._call(args, kwargs)
         except BaseException as error:

@@ -535,6 +535,22 @@ def test_a_member_lost_in_the_middle_of_a_step(fresh_session: Callable[..., Any]
     assert dr.shards(dr.lines.all_reduce(left.lines(), again))[0].shape == (2, 4)
 
 
+def test_seeds_that_differ_along_some_dimensions(fresh_session: Any) -> None:
+    fresh_session(world_size=1, simulate_cuda=4)
+    mesh = dr.init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
+    for distinct, seeds in (
+        ("dp", [7, 7, 8, 8]),
+        (["tp"], [7, 8, 7, 8]),
+        (("tp", "dp"), [7, 9, 8, 10]),
+        ((), [7] * 4),
+    ):
+        mesh.manual_seed(7, distinct=distinct)
+        expected = [torch.rand(3, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        assert all(map(torch.equal, dr.shards(torch.rand(3, device=mesh.device)), expected))
+    with pytest.raises(dr.UsageError, match="no dimension .pp"):
+        mesh.manual_seed(7, distinct="pp")
+
+
 def test_random_numbers_alike_or_distinct(mesh: Mesh) -> None:
     torch.manual_seed(7)
     first = dr.shards(torch.rand(3, device=mesh.device))

@@ -547,7 +547,7 @@ def test_seeds_that_differ_along_some_dimensions(fresh_session: Any) -> None:
         mesh.manual_seed(7, distinct=distinct)
         expected = [torch.rand(3, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
         assert all(map(torch.equal, dr.shards(torch.rand(3, device=mesh.device)), expected))
-    with pytest.raises(dr.UsageError, match="no dimension .pp"):
+    with pytest.raises(dr.UsageError, match=r"no dimension .pp"):
         mesh.manual_seed(7, distinct="pp")
 
 

@@ -66,6 +66,7 @@ CONTENTS = """
 :hidden:
 :caption: Guide
 :glob:
+docs/tutorial
 docs/porting
 docs/ecosystem
 docs/notebooks

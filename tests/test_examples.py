@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import doctest
-import json
 import os
 import re
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from pages import of_any_machine, type_all, typed
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -113,81 +111,6 @@ def test_an_example_prints_what_it_shows(example: Path, tmp_path: Path) -> None:
     assert all(
         float(figure) < 1e-5 for line in apart for figure in re.findall(r"\d[.\d]*(?:e[+-]?\d+)?", line)
     )
-
-
-# It types the blocks of a page from one of them on, and says which one comes before what it prints. It types
-# the examples of a prompt one by one, and compares what each of them prints.
-TYPE = """
-import json, sys
-names = {"__name__": "__main__"}
-for number, source, mode in json.loads(sys.argv[1]):
-    print(f"\\x1e{number}")
-    exec(compile(source, f"block {number}", mode), names)
-"""
-
-
-def typed(page: str) -> list[tuple[str, str, str]]:
-    """Return what a page has one type: the code, how Python compiles it, and what the page says it prints."""
-    found = []
-    for block in re.finditer(r"^```(python|pycon)\n(.*?)^```\n(?:```text\n(.*?)^```\n)?", page, re.M | re.S):
-        language, text, shows = block.groups()
-        if language == "python":
-            found.append((text, "exec", shows or ""))
-        else:
-            examples = doctest.DocTestParser().get_examples(text)
-            found += [(example.source, "single", example.want) for example in examples]
-    return found
-
-
-def type_all(blocks: list[tuple[str, str, str]], folder: Path) -> list[str]:
-    """Return what each block prints; a process that kills itself is followed by another, which goes on."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "worker")]),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        # The workers of a session end soon if the test fails before it ends the session.
-        "DISTRUNTIME_KEEP": "120",
-        # A value that is shown is waited for, however busy the machine is.
-        "DISTRUNTIME_REPR_TIMEOUT": "60",
-        "DISTRUNTIME_STATE": str(folder / "state"),
-        "DISTRUNTIME_SIGNING_KEY": str(folder / "signing-key"),
-        "DISTRUNTIME_TRUSTED_KEYS": str(folder / "trusted-keys"),
-    }
-    environment.pop("DISTRUNTIME_QUIET", None)
-    printed: list[str] = []
-    while len(printed) < len(blocks):
-        rest = [(k, code, mode) for k, (code, mode, _) in enumerate(blocks)][len(printed) :]
-        done = subprocess.run(
-            [sys.executable, "-u", "-c", TYPE, json.dumps(rest)],
-            cwd=folder,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=100,
-        )
-        parts = re.split(r"\x1e(\d+)\n", done.stdout)
-        assert parts[0] == "" and [int(number) for number in parts[1::2]] == [
-            k for k, *_ in rest[: len(parts) // 2]
-        ]
-        printed += parts[2::2]
-        killed = done.returncode == -signal.SIGKILL and "os.kill(" in blocks[len(printed) - 1][0]
-        assert killed or done.returncode == 0, f"{blocks[len(printed) - 1][0]}\n{parts[-1]}"
-    return printed
-
-
-def of_any_machine(text: str) -> list[str]:
-    """Leave out what differs from run to run: the machine's name, the rows of its workers, and decimals.
-
-    A worker may be at work on what the blocks before have left to do, such as freeing memory.
-    """
-    text = re.sub(r"\bbusy\b", "ready", text)
-    lines = [line for line in text.splitlines() if not re.match(r" \d+ +\S+ +\d+ +ready ", line)]
-    lines = [re.sub(r"workers [. ]*", "workers ", line.replace(socket.gethostname(), "vm")) for line in lines]
-    figure = r"-?\d+\.\d*(e[-+]?\d+)?|(?<=, up )\d+(?= s)"
-    return [re.sub(r"\s+", " ", re.sub(figure, "#", line)).strip() for line in lines]
 
 
 @pytest.mark.timeout(300)

@@ -18,7 +18,7 @@ from ..launching.programs import how_ended, last_lines, wait_or_kill
 from ..session.launcher import Launcher, LaunchSpec, WorkerProcess
 from ..wire.deadlines import UNREACHABLE
 from ..wire.keys import KeyPair
-from .nursery import NOBODY_KNOWS, ForkedWorker, fork_worker
+from .nursery import NOBODY_KNOWS, ForkedWorker, begin_nursery, fork_worker
 
 # Fresh pages, not the socket, are what large messages cost: 64 MiB over loopback went from 1.1 to 4.0 GiB/s
 # with the three together.
@@ -94,6 +94,11 @@ class LocalLauncher(Launcher):
 
     def start(self, spec: LaunchSpec) -> LocalWorker:
         """Start a worker."""
+        directory = spec.logs or spec.directory
+        if not spec.simulate_cuda and spec.workers > 1 and _must_import_torch():
+            # This process and the one that forks workers then import it side by side.
+            with _log(directory, spec.node).open("ab") as output:
+                begin_nursery(worker_environment(spec.threads), output)
         return start_worker(
             spec.node,
             master=spec.master,
@@ -101,7 +106,7 @@ class LocalLauncher(Launcher):
             key=None if spec.key is None else KeyPair.load(spec.key),
             threads=spec.threads,
             simulate_cuda=spec.simulate_cuda,
-            directory=spec.logs or spec.directory,
+            directory=directory,
             unreachable=float(spec.environment[UNREACHABLE.variable]),
             variables=share_of_gpus(spec.node, spec.workers, os.environ) if not spec.simulate_cuda else {},
         )
@@ -137,7 +142,7 @@ def start_worker(
     environment = {**worker_environment(threads), **variables}
     if unreachable is not None:
         environment[UNREACHABLE.variable] = str(unreachable)
-    log = directory / f"worker-{node}.log"
+    log = _log(directory, node)
     arguments = ["--threads", str(threads), "--simulate-cuda", str(simulate_cuda)]
     if listen:
         arguments += ["--listen", listen, "--once"]
@@ -164,6 +169,10 @@ def start_worker(
     return worker
 
 
+def _log(directory: Path, node: int) -> Path:
+    return directory / f"worker-{node}.log"
+
+
 def _hand_over(key: KeyPair | None, process: _Process) -> None:
     assert process.stdin is not None
     try:
@@ -179,7 +188,7 @@ def share_of_gpus(worker: int, workers: int, environment: Mapping[str, str]) -> 
     NCCL refuses two ranks on one card, and "remote" of every worker would be the first card. Where there are
     fewer GPUs than workers, these share them all.
     """
-    if workers < 2 or not _may_have_gpus():
+    if workers < 2 or not (_has_torch() or _must_import_torch()):
         return {}
     # `distruntime launch` has not imported it. The import takes two seconds.
     torch = importlib.import_module("torch")
@@ -194,9 +203,13 @@ def share_of_gpus(worker: int, workers: int, environment: Mapping[str, str]) -> 
     return {variable: ",".join(cards[worker % workers :: workers])}
 
 
-def _may_have_gpus() -> bool:
-    """Whether torch could find a GPU here: somebody has imported it, or a driver has put its device there."""
-    return "torch" in sys.modules or any(Path(device).exists() for device in _DRIVERS)
+def _has_torch() -> bool:
+    return "torch" in sys.modules
+
+
+def _must_import_torch() -> bool:
+    """Whether only torch can tell how many GPUs are here: a driver has put its device there."""
+    return not _has_torch() and any(Path(device).exists() for device in _DRIVERS)
 
 
 def worker_environment(threads: int) -> dict[str, str]:

@@ -67,9 +67,8 @@ def fork_worker(
     """
     if sys.platform != "linux":
         return None
-    fixed = {name: value for name, value in environment.items() if not name.startswith(_READ_LATE)}
     for _ in range(2):
-        nursery = _nursery(fixed, environment, output)
+        nursery = _nursery(environment, output)
         try:
             return nursery.fork(arguments, environment, output, piped)
         except BrokenPipeError:
@@ -80,7 +79,14 @@ def fork_worker(
     return None
 
 
-def _nursery(fixed: Mapping[str, str], environment: Mapping[str, str], output: IO[bytes]) -> Nursery:
+def begin_nursery(environment: Mapping[str, str], output: IO[bytes]) -> None:
+    """Start a nursery for such workers if there is none. Return at once; it imports torch meanwhile."""
+    if sys.platform == "linux":
+        _nursery(environment, output)
+
+
+def _nursery(environment: Mapping[str, str], output: IO[bytes]) -> Nursery:
+    fixed = {name: value for name, value in environment.items() if not name.startswith(_READ_LATE)}
     for nursery in list(_nurseries):
         if not nursery.serves():
             # A nursery that has ended by itself stays a zombie with an open socket otherwise.

@@ -52,6 +52,9 @@ _BACKLOG = 1024
 # A connection has so many seconds to prove its key. The proof takes four short messages, and a peer that is
 # slower dials again. A silent stranger holds a descriptor for that long.
 HANDSHAKE = 2.0
+# A dialled address that nobody listens at is tried again after so many milliseconds, which double up to the
+# most.
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 100, 2_000
 # A peer that hangs up so often in a row, in the handshake, is taken to hold another key. A flooded peer hangs
 # up, too.
 HANG_UPS = 8
@@ -197,6 +200,9 @@ class Channel:
                 resolved = resolve(address)
                 self._socket.ipv6 = wants_ipv6(address, resolved)
                 self._socket.setsockopt(zmq.CONNECT_ROUTING_ID, peer)
+                # 0 lets the pause between attempts not grow. On this machine an attempt costs nothing, and a
+                # script's session waits for workers that have been there before it.
+                self._socket.reconnect_ivl_max = 0 if address.startswith("ipc://") else _LONGEST_PAUSE
                 self._socket.connect(address)
             except (zmq.ZMQError, UnicodeError) as error:
                 raise unusable(address, error) from error
@@ -469,7 +475,7 @@ class Channel:
         router.handshake_ivl = round(HANDSHAKE * 1000)
         # Without this the kernel would try for two minutes, at the end once a minute.
         router.connect_timeout = 5_000
-        router.reconnect_ivl, router.reconnect_ivl_max = 100, 2_000
+        router.reconnect_ivl = _SHORTEST_PAUSE
         (
             router.tcp_keepalive,
             router.tcp_keepalive_idle,

@@ -11,9 +11,11 @@ import torch
 
 import distruntime as dr
 from distruntime.backend import install
-from distruntime.cluster.local_workers import share_of_gpus
+from distruntime.cluster import local_workers
+from distruntime.cluster.local_workers import LocalLauncher, share_of_gpus
 from distruntime.cluster.nodes import Device, Nodes
 from distruntime.log.current import device_context, device_name, meant_by
+from distruntime.session.launcher import LaunchSpec
 from processes import ListeningWorker
 
 
@@ -94,6 +96,35 @@ def test_local_workers_start_with_their_shares(
         ["CUDA_VISIBLE_DEVICES=1,3"],
     ]
     assert not [v for own in variables for v in own if v.startswith("TORCH_DEVICE_BACKEND_AUTOLOAD")]
+
+
+def test_a_launch_that_counts_gpus_imports_torch_beside_the_nursery(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It has not imported torch itself, as the master of a session has."""
+    steps: list[str] = []
+    there = [False]
+
+    def import_torch(name: str) -> object:
+        steps.append(f"import {name}")
+        there[0] = True
+        return torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(local_workers, "_DRIVERS", (str(tmp_path),))
+    monkeypatch.setattr(local_workers, "_has_torch", lambda: there[0])
+    monkeypatch.setattr(local_workers.importlib, "import_module", import_torch)
+    monkeypatch.setattr(local_workers, "begin_nursery", lambda *_: steps.append("nursery"))
+    monkeypatch.setattr(
+        local_workers, "start_worker", lambda node, **named: steps.append(str(named["variables"]))
+    )
+    spec = LaunchSpec(
+        0, "ipc:///x", "", None, False, 1, 0, {"DISTRUNTIME_UNREACHABLE": "10"}, tmp_path, workers=2
+    )
+    for _ in range(2):
+        LocalLauncher().start(spec)
+    share = "{'CUDA_VISIBLE_DEVICES': '0,2'}"
+    assert steps == ["nursery", "import torch", share, "import torch", share]
 
 
 def test_a_number_or_no_number_is_the_first_kind_of_accelerator() -> None:

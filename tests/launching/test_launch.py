@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from launches import Launch
+from processes import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 
@@ -60,6 +61,14 @@ def test_kill_9_leaves_no_process_behind(tmp_path: Path) -> None:
         assert "[worker 0] " in launch.err and "[worker 1] " in launch.err
         # These are the launch, its script, the nursery and two workers.
         assert len(launch.pids()) == 5
+        os.kill(launch.process.pid, signal.SIGKILL)
+        launch.until_nothing_is_left()
+
+
+def test_kill_9_leaves_no_process_behind_while_workers_are_about_to_be_forked(tmp_path: Path) -> None:
+    with Launch(tmp_path, "-n", "4", "--no-python", "sleep", "1000") as launch:
+        # These are the launch, its script, and the nursery, which imports torch now.
+        until(lambda: len(launch.pids()) == 3)
         os.kill(launch.process.pid, signal.SIGKILL)
         launch.until_nothing_is_left()
 

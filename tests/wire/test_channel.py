@@ -156,6 +156,18 @@ def test_what_is_sent_before_the_peer_listens_arrives(make: Make, tmp_path: Path
     assert receive(listener)[0][1] == [b"early"]
 
 
+@pytest.mark.parametrize("dialled", ["ipc", "tcp"])
+def test_pauses_between_attempts_grow_unless_this_machine_is_dialled(
+    make: Make, tmp_path: Path, dialled: str
+) -> None:
+    """Workers may wait for minutes for a script's session. It is to find them at once."""
+    channel = make()
+    channel.connect("tcp://127.0.0.1:9" if dialled == "ipc" else f"ipc://{tmp_path}/x", b"other")
+    channel.connect(f"ipc://{tmp_path}/s" if dialled == "ipc" else "tcp://127.0.0.1:9", b"listener")
+    # libzmq has the option from the last call on, and 0 says that pauses do not grow.
+    assert (channel._socket.reconnect_ivl_max == 0) == (dialled == "ipc")
+
+
 def test_sending_to_an_unknown_peer_says_so(make: Make, address: str) -> None:
     with pytest.raises(PeerGone, match="nobody"):
         make(address).send(b"nobody", [b"x"])

@@ -66,6 +66,7 @@ if typing.TYPE_CHECKING:
         WaitTimeout,
     )
     from .launching.changes import NodeChange, on_nodes
+    from .layers import nn
     from .log.handle import Place
     from .magics import load_ipython_extension
     from .mesh import lines
@@ -134,6 +135,7 @@ _SOURCES = _first_use.sources(__file__)
 _MODULES = {
     "functional": "collectives.functional",
     "lines": "mesh.lines",
+    "nn": "layers.nn",
     "primitives": "collectives.primitives",
 }
 _first_use.publish(__name__, _MODULES)
@@ -263,6 +265,7 @@ __all__ = [
     "memory",
     "names",
     "new_group",
+    "nn",
     "node",
     "nodes",
     "on",

@@ -67,6 +67,7 @@ if typing.TYPE_CHECKING:
         WaitTimeout,
     )
     from .launching.changes import NodeChange, on_nodes
+    from .layers import nn
     from .log.handle import Place
     from .magics import load_ipython_extension
     from .mesh import lines
@@ -138,6 +139,7 @@ _SOURCES = _first_use.sources(__file__)
 _MODULES = {
     "functional": "collectives.functional",
     "lines": "mesh.lines",
+    "nn": "layers.nn",
     "primitives": "collectives.primitives",
 }
 _first_use.publish(__name__, _MODULES)
@@ -271,6 +273,7 @@ __all__ = [
     "memory",
     "names",
     "new_group",
+    "nn",
     "node",
     "nodes",
     "on",

@@ -16,6 +16,7 @@ PUBLIC_MODULES = [
     "distruntime",
     "distruntime.functional",
     "distruntime.lines",
+    "distruntime.nn",
     "distruntime.primitives",
     "distruntime.testing",
 ]
@@ -82,6 +83,7 @@ docs/streams
 docs/programs
 docs/meshes
 docs/primitives
+docs/layers
 docs/ssh
 docs/data_channel
 docs/looking

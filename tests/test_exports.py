@@ -26,7 +26,7 @@ PUBLIC = {
 
 def test_all_is_complete_and_has_no_strangers() -> None:
     assert len(dr.__all__) == len(set(dr.__all__))
-    assert set(dr.__all__) == set(PUBLIC) - {"annotations"} | {"functional", "lines", "primitives"}
+    assert set(dr.__all__) == set(PUBLIC) - {"annotations"} | {"functional", "lines", "nn", "primitives"}
 
 
 def test_no_public_name_hides_a_module() -> None:
@@ -44,7 +44,8 @@ def test_what_is_public_of_the_rooms_is_imported_as_users_import() -> None:
 
 def test_the_suites_for_plug_points_are_all_public() -> None:
     suites = [name for name in vars(testing) if name.startswith("check_")]
-    assert sorted(testing.__all__) == sorted(suites) == ["check_data_channel", "check_launcher"]
+    assert sorted(testing.__all__) == sorted(suites)
+    assert suites == ["check_adjoint", "check_data_channel", "check_launcher"]
 
 
 def test_completion_at_a_prompt_offers_the_public_names_only() -> None:

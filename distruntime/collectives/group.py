@@ -139,6 +139,8 @@ class Groups:
         self.meeting = session.meeting = Meeting(session)
         # This is the mail of what was sent without a group.
         self.mail: Mail | None = None
+        # The exchanges of layers run on these streams, beside what the places compute.
+        self.streams: dict[Place, Stream] = {}
         session.on_loss.append(self._lost)
         session.on_broken = self._broken
 

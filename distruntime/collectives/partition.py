@@ -74,6 +74,10 @@ class Partition:
         )
         return f"<distruntime.Partition {self.shape}: {shown}>"
 
+    def __deepcopy__(self, memo: object) -> Partition:
+        # Modules that know their partition are copied. It never changes, and it knows its session.
+        return self
+
     def index(self, k: int) -> tuple[int, ...]:
         """Return the coordinates of the k-th place."""
         return coordinates(self.shape)[k]

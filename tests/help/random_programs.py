@@ -1017,6 +1017,35 @@ class Together(Base):
             self.begun(dr.barrier(self.random.choice(self.groups), async_op=self.chance(0.7)))
 
 
+class Layering(Base):
+    """Layers over partitions."""
+
+    @operation(0.5)
+    def windows_over_places(self) -> None:
+        """The largest of each window, of shards that are as long as they happen to be."""
+        count = min(len(self.world.places), self.random.randint(2, 4))
+        places = self.random.sample(self.world.places, count)
+        parts = [self.any(place, torch.float32, healthy=True) for place in places]
+        self.say(*parts)
+        kernel = self.random.randint(1, 9)
+        options = {
+            "stride": self.random.randint(1, 3),
+            "padding": self.random.randint(0, kernel // 2),
+            "overlap": self.chance(0.7),
+        }
+        whole = torch.cat([part.local.reshape(1, 1, -1) for part in parts], 2)
+        if whole.shape[2] < kernel:
+            return
+        on = dr.Partition(places, (1, 1, count))
+        shards = dr.nn.MaxPool1d(on, kernel, **options)([part.remote.reshape(1, 1, -1) for part in parts])
+        options.pop("overlap")
+        expected = torch.nn.MaxPool1d(kernel, **options)(whole)
+        for place, shard, where in zip(places, shards, on.slices(expected.shape)):
+            # Other operations expect some elements.
+            if shard.numel():
+                self.keep(place, shard.reshape(-1), expected[where].clone().reshape(-1), *parts)
+
+
 class OnMeshes(Base):
     """Tensors on meshes, their members and shards, and what runs along dimensions."""
 
@@ -1878,6 +1907,7 @@ class Program(
     Reading,
     Streaming,
     Together,
+    Layering,
     OnMeshes,
     Failing,
     Drawing,

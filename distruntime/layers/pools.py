@@ -1,0 +1,196 @@
+"""Pools over partitioned tensors. Each is torch's layer of the same name in all but its forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import torch.nn.functional as F
+
+from ..collectives.partition import Partition
+from .convolutions import Many, padded, pads_of
+from .exchange import windowed
+from .halos import Slab
+from .weights import each, partition, require_default, require_dims
+from .windows import Rule, Same, Window
+
+
+class _Pool(torch.nn.Module):
+    """What the six layers share."""
+
+    # How many dimensions of space there are.
+    space: int
+
+    def _note(
+        self,
+        P: Partition,
+        kernel_size: Many,
+        stride: Many | None,
+        padding: Many,
+        dilation: Many,
+        ceil_mode: bool,
+        overlap: bool,
+    ) -> None:
+        self.P, self.overlap = partition(P), overlap
+        kernels = each(kernel_size, self.space, "kernel_size")
+        steps = kernels if stride is None else each(stride, self.space, "stride")
+        pads, gaps = each(padding, self.space, "padding"), each(dilation, self.space, "dilation")
+        self.windows = tuple(
+            Window(k, s, d, p, p, ceil_mode) for k, s, p, d in zip(kernels, steps, pads, gaps)
+        )
+        self.rules: tuple[Rule, ...] = (Same(), Same(), *self.windows)
+
+    def _outputs(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        given = self.P.check(xs, "xs")
+        require_dims(given[0].dim(), type(self).__name__, self.space + 2)
+        sizes = [sum(lengths) for lengths in self.P.cuts(given)][2:]
+
+        def compute(k: int, x: torch.Tensor, slab: Slab) -> torch.Tensor:
+            return self._compute(x, slab, sizes)
+
+        return windowed(given, self.P, self.rules, compute, overlap=self.overlap)
+
+    def _compute(self, x: torch.Tensor, slab: Slab, sizes: list[int]) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class _Max(_Pool):
+    """The largest of each window."""
+
+    def __init__(
+        self,
+        P: Partition,
+        kernel_size: Many,
+        stride: Many | None = None,
+        padding: Many = 0,
+        dilation: Many = 1,
+        return_indices: bool = False,
+        ceil_mode: bool = False,
+        *,
+        overlap: bool = True,
+    ) -> None:
+        require_default(return_indices, False, "return_indices", type(self).__name__)
+        super().__init__(kernel_size, stride, padding, dilation, return_indices, ceil_mode)
+        self._note(P, kernel_size, stride, padding, dilation, ceil_mode, overlap)
+
+    def _compute(self, x: torch.Tensor, slab: Slab, sizes: list[int]) -> torch.Tensor:
+        pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[self.space - 1]
+        # What is as low as this is never the largest, but for what torch pads with, too.
+        low = float("-inf") if x.is_floating_point() else torch.iinfo(x.dtype).min
+        x = padded(x, pads_of(slab, self.rules), low)
+        kernels, steps = [w.kernel for w in self.windows], [w.stride for w in self.windows]
+        gaps = [w.dilation for w in self.windows]
+        found: torch.Tensor = pool(x, kernels, steps, 0, gaps)
+        return found
+
+
+class _Mean(_Pool):
+    """The mean of each window."""
+
+    count_include_pad: bool
+
+    def __init__(
+        self,
+        P: Partition,
+        kernel_size: Many,
+        stride: Many | None = None,
+        padding: Many = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+        *,
+        overlap: bool = True,
+    ) -> None:
+        # torch's pool of one dimension has no divisor of one's own, and none is missed here.
+        more = () if self.space == 1 else (divisor_override,)
+        super().__init__(kernel_size, stride, padding, ceil_mode, count_include_pad, *more)
+        self.divisor_override = divisor_override
+        self._note(P, kernel_size, stride, padding, 1, ceil_mode, overlap)
+
+    def _compute(self, x: torch.Tensor, slab: Slab, sizes: list[int]) -> torch.Tensor:
+        pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[self.space - 1]
+        kernels, steps = [w.kernel for w in self.windows], [w.stride for w in self.windows]
+        found: torch.Tensor = pool(padded(x, pads_of(slab, self.rules)), kernels, steps, 0)
+        if self.divisor_override is not None:
+            return found * (prod(kernels) / self.divisor_override)
+        # At the edges a window has fewer elements that count. There torch divides by their number.
+        for d, (window, outputs, size) in enumerate(zip(self.windows, slab.outputs[2:], sizes)):
+            taken = window.taken(*outputs, size, self.count_include_pad)
+            if min(taken) != window.kernel:
+                shares = torch.tensor([window.kernel / n for n in taken], dtype=x.dtype, device="cpu")
+                found = found * shares.reshape(-1, *(1,) * (self.space - 1 - d)).to(x.device)
+        return found
+
+
+class MaxPool1d(_Max, torch.nn.MaxPool1d):
+    """`torch.nn.MaxPool1d` over shards. See `MaxPool2d`."""
+
+    space = 1
+
+    def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
+        """Return the shards of the outputs. Return at once."""
+        return self._outputs(xs)
+
+
+class MaxPool2d(_Max, torch.nn.MaxPool2d):
+    """`torch.nn.MaxPool2d` over shards of (batch, channels, height, width), cut along any of the four.
+
+    Args:
+        P: how the inputs are partitioned; the other arguments are torch's.
+        overlap: as in `Conv2d`.
+
+    Raises:
+        NotSupportedError: `return_indices`.
+    """
+
+    space = 2
+
+    def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
+        """Return the shards of the outputs. Return at once."""
+        return self._outputs(xs)
+
+
+class MaxPool3d(_Max, torch.nn.MaxPool3d):
+    """`torch.nn.MaxPool3d` over shards. See `MaxPool2d`."""
+
+    space = 3
+
+    def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
+        """Return the shards of the outputs. Return at once."""
+        return self._outputs(xs)
+
+
+class AvgPool1d(_Mean, torch.nn.AvgPool1d):
+    """`torch.nn.AvgPool1d` over shards. See `AvgPool2d`."""
+
+    space = 1
+
+    def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
+        """Return the shards of the outputs. Return at once."""
+        return self._outputs(xs)
+
+
+class AvgPool2d(_Mean, torch.nn.AvgPool2d):
+    """`torch.nn.AvgPool2d` over shards of (batch, channels, height, width), cut along any of the four.
+
+    Args:
+        P: how the inputs are partitioned; the other arguments are torch's.
+        overlap: as in `Conv2d`.
+    """
+
+    space = 2
+
+    def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
+        """Return the shards of the outputs. Return at once."""
+        return self._outputs(xs)
+
+
+class AvgPool3d(_Mean, torch.nn.AvgPool3d):
+    """`torch.nn.AvgPool3d` over shards. See `AvgPool2d`."""
+
+    space = 3
+
+    def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
+        """Return the shards of the outputs. Return at once."""
+        return self._outputs(xs)

@@ -1,0 +1,179 @@
+"""Layers over partitions are the serial ones: values, gradients, the adjoint test, over 1 to 12 places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import distruntime as dr
+from distruntime.testing import check_adjoint
+from layers import assert_as_serial, spaced
+from parts import numbers, readable
+
+pytestmark = pytest.mark.usefixtures("twelve")
+
+nn = dr.nn
+Case = tuple[str, dict[str, Any], tuple[int, ...], tuple[int, ...]]
+
+WINDOWS: dict[str, Case] = {
+    "conv1d": ("Conv1d", dict(kernel_size=3, padding=1), (1, 1, 3), (2, 2, 11)),
+    "conv1d, stride": ("Conv1d", dict(kernel_size=3, stride=2), (1, 1, 3), (2, 2, 14)),
+    "conv1d, stride beyond the kernel": ("Conv1d", dict(kernel_size=2, stride=5), (1, 1, 4), (1, 2, 33)),
+    "conv1d, dilation": ("Conv1d", dict(kernel_size=3, dilation=4, padding=2), (1, 1, 4), (1, 2, 17)),
+    "conv1d, a halo over two neighbours": ("Conv1d", dict(kernel_size=9, padding=4), (1, 1, 4), (1, 2, 9)),
+    "conv1d, padding alone": ("Conv1d", dict(kernel_size=2, padding=4), (1, 1, 3), (1, 2, 2)),
+    "conv1d, twelve places": ("Conv1d", dict(kernel_size=5, padding=2), (1, 1, 12), (1, 2, 29)),
+    "conv1d, places without outputs": ("Conv1d", dict(kernel_size=4, stride=3), (1, 1, 12), (1, 2, 14)),
+    "conv1d, places without inputs": ("Conv1d", dict(kernel_size=1, padding=4), (1, 1, 12), (1, 2, 5)),
+    "conv1d, same": ("Conv1d", dict(kernel_size=4, dilation=2, padding="same"), (1, 1, 3), (2, 2, 11)),
+    "conv1d, groups": ("Conv1d", dict(kernel_size=3, groups=2, padding=1), (2, 1, 3), (3, 2, 11)),
+    "conv2d": ("Conv2d", dict(kernel_size=3, padding=1), (1, 1, 2, 2), (2, 2, 7, 9)),
+    "conv2d, batch and space": (
+        "Conv2d",
+        dict(kernel_size=3, stride=2, padding=1),
+        (2, 1, 2, 3),
+        (3, 2, 9, 13),
+    ),
+    "conv2d, unlike": (
+        "Conv2d",
+        dict(kernel_size=(2, 5), stride=(1, 3), padding=(1, 2), dilation=(2, 1)),
+        (1, 1, 3, 2),
+        (1, 2, 10, 15),
+    ),
+    "conv2d, batch only": ("Conv2d", dict(kernel_size=3), (4,), (3, 2, 5, 5)),
+    "conv3d": ("Conv3d", dict(kernel_size=3, padding=1), (1, 1, 2, 1, 3), (1, 2, 4, 5, 7)),
+    "conv3d, stride": ("Conv3d", dict(kernel_size=2, stride=2), (1, 1, 2, 1, 2), (1, 2, 5, 4, 7)),
+    "transposed 1d": ("ConvTranspose1d", dict(kernel_size=3), (1, 1, 3), (2, 2, 8)),
+    "transposed 1d, stride": (
+        "ConvTranspose1d",
+        dict(kernel_size=4, stride=2, padding=1, output_padding=1),
+        (1, 1, 4),
+        (1, 2, 9),
+    ),
+    "transposed 1d, gaps": ("ConvTranspose1d", dict(kernel_size=1, stride=4), (1, 1, 12), (1, 2, 5)),
+    "transposed 1d, dilation": (
+        "ConvTranspose1d",
+        dict(kernel_size=3, dilation=3, stride=2),
+        (1, 1, 3),
+        (1, 2, 7),
+    ),
+    "transposed 2d": (
+        "ConvTranspose2d",
+        dict(kernel_size=3, stride=2, padding=1),
+        (1, 1, 2, 2),
+        (1, 2, 5, 4),
+    ),
+    "transposed 2d, groups": ("ConvTranspose2d", dict(kernel_size=2, groups=2), (2, 1, 1, 2), (2, 2, 3, 5)),
+    "transposed 3d": ("ConvTranspose3d", dict(kernel_size=2, stride=2), (1, 1, 2, 2, 1), (1, 2, 3, 3, 2)),
+    "max 1d": ("MaxPool1d", dict(kernel_size=3, stride=2, padding=1), (1, 1, 4), (2, 2, 15)),
+    "max 1d, ceil": ("MaxPool1d", dict(kernel_size=3, stride=3, ceil_mode=True), (1, 1, 3), (2, 2, 10)),
+    "max 1d, dilation": ("MaxPool1d", dict(kernel_size=3, stride=1, dilation=3), (1, 1, 3), (2, 2, 15)),
+    "max 2d": ("MaxPool2d", dict(kernel_size=2), (2, 1, 1, 3), (3, 2, 7, 13)),
+    "max 3d": ("MaxPool3d", dict(kernel_size=3, stride=2, padding=1), (1, 1, 2, 2, 2), (1, 2, 5, 7, 5)),
+    "mean 1d": ("AvgPool1d", dict(kernel_size=3, stride=2, padding=1), (1, 1, 4), (2, 2, 15)),
+    "mean 1d, of what is there": (
+        "AvgPool1d",
+        dict(kernel_size=4, stride=2, padding=2, count_include_pad=False),
+        (1, 1, 3),
+        (2, 2, 13),
+    ),
+    "mean 2d, ceil": (
+        "AvgPool2d",
+        dict(kernel_size=3, stride=2, padding=1, ceil_mode=True),
+        (1, 1, 2, 3),
+        (1, 2, 8, 14),
+    ),
+    "mean 2d, divisor": ("AvgPool2d", dict(kernel_size=2, divisor_override=3), (1, 1, 2, 2), (1, 2, 7, 8)),
+    "mean 3d": ("AvgPool3d", dict(kernel_size=2), (1, 1, 2, 1, 2), (1, 2, 5, 4, 6)),
+    "nearest": ("Upsample", dict(scale_factor=2), (1, 1, 3), (1, 2, 7)),
+    "nearest, smaller": ("Upsample", dict(size=5, mode="nearest-exact"), (1, 1, 4), (1, 2, 13)),
+    "linear": ("Upsample", dict(scale_factor=2.5, mode="linear"), (1, 1, 3), (1, 2, 7)),
+    "bilinear": ("Upsample", dict(scale_factor=2, mode="bilinear"), (1, 1, 2, 3), (1, 2, 5, 6)),
+    "bilinear, corners": (
+        "Upsample",
+        dict(size=(9, 4), mode="bilinear", align_corners=True),
+        (1, 1, 2, 2),
+        (1, 2, 4, 6),
+    ),
+    "trilinear": ("Upsample", dict(size=5, mode="trilinear"), (1, 1, 2, 1, 2), (1, 1, 3, 4, 4)),
+}
+
+
+def _makers(kind: str, options: dict[str, Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    channels = (2, 4) if kind.startswith("Conv") else ()
+    return (
+        lambda on, **more: getattr(nn, kind)(on, *channels, **options, **more),
+        lambda **more: getattr(torch.nn, kind)(*channels, **options, **more),
+    )
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_layer_of_windows_is_the_serial_one(name: str) -> None:
+    kind, options, shape, size = WINDOWS[name]
+    make, serial = _makers(kind, options)
+    on = spaced(shape)
+    layer = assert_as_serial(make, serial, on, size)
+    # Its gradient is the adjoint.
+    xs = on.scatter(numbers(size, 3))
+    assert check_adjoint(layer, xs) < 1e-12
+    for parameter, value in layer.named_parameters():
+
+        def run(values: list[torch.Tensor], parameter: str = parameter) -> Any:
+            return torch.func.functional_call(layer, {parameter: values[0]}, (xs,))
+
+        assert check_adjoint(run, [value]) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "name", ["conv2d", "transposed 2d", "max 1d", "mean 1d", "bilinear", "conv1d, stride"]
+)
+def test_without_overlap_and_in_another_order_of_places(name: str) -> None:
+    kind, options, shape, size = WINDOWS[name]
+    make, serial = _makers(kind, options)
+    assert_as_serial(lambda on: make(on, overlap=False), serial, spaced(shape, 5), size)
+
+
+def test_without_implicit_waits_the_exchange_is_waited_for() -> None:
+    make, serial = _makers("Conv2d", dict(kernel_size=3, padding=1))
+    dr.set_implicit_waits(False)
+    try:
+        assert_as_serial(make, serial, spaced((1, 1, 2, 2)), (2, 2, 7, 9))
+    finally:
+        dr.set_implicit_waits(True)
+
+
+def test_shards_that_are_not_balanced() -> None:
+    on = spaced((1, 1, 3))
+    x = numbers((1, 2, 11), 0)
+    xs = [t.to(home.device) for t, home in zip(x.split([7, 0, 4], 2), on.homes)]
+    layer = nn.Conv1d(on, 2, 3, 3, padding=1, dtype=torch.float64)
+    serial = torch.nn.Conv1d(2, 3, 3, padding=1).double()
+    layer.load_state_dict(serial.state_dict())
+    ys = layer(xs)
+    assert [y.shape[2] for y in ys] == [4, 4, 3]
+    torch.testing.assert_close(on.gather(ys).detach(), serial(x).detach())
+    assert check_adjoint(layer, xs) < 1e-12
+
+
+def test_a_second_derivative() -> None:
+    on, x = spaced((1, 1, 3)), numbers((1, 2, 11), 0)
+    found = []
+    for layer, scatter, gather in (
+        (nn.Conv1d(on, 2, 3, 3, padding=1, dtype=torch.float64), on.scatter, on.gather),
+        (torch.nn.Conv1d(2, 3, 3, padding=1).double(), lambda t: t, lambda t: t),
+    ):
+        layer.load_state_dict({name: numbers(p.shape, 5) for name, p in layer.state_dict().items()})
+        leaf = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(gather(layer(scatter(leaf))).sin().sum(), leaf, create_graph=True)
+        found.append(torch.autograd.grad(first.square().sum(), leaf)[0])
+    torch.testing.assert_close(*found)
+
+
+def test_what_does_not_depend_on_a_failed_shard_is_whole() -> None:
+    on = spaced((1, 1, 4))
+    xs = on.scatter(torch.ones(1, 1, 16))
+    xs[0] = xs[0][torch.full((1,), 9).to(xs[0].device)]
+    assert readable(nn.MaxPool1d(on, 3, 1, 1)(xs)) == [False, False, True, True]

@@ -93,7 +93,7 @@ class _Convolution(torch.nn.Module):
         weights: list[torch.Tensor],
         biases: list[torch.Tensor] | None,
     ) -> list[torch.Tensor]:
-        # Of a weight that is cut unevenly, the places have more or fewer rows, and some may have none.
+        # Where a weight is cut unevenly, places have more or fewer rows, and some may have none.
         channels = [w.shape[self.rows] * (self.groups if self.rows else 1) for w in weights]
 
         def compute(k: int, x: torch.Tensor, slab: Slab) -> torch.Tensor:

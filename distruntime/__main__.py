@@ -15,11 +15,15 @@ import runpy
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .errors import ConfigurationError, DistruntimeError
 from .launch_options import add_launch
 from .version import __version__
 from .wire.deadlines import LOOK
+
+if TYPE_CHECKING:
+    from .cluster.user_session import Session
 
 _HELLO = """\
 torch and dr (distruntime) are imported. Try:  x = torch.randn(3, 3, device="remote")  then  x @ x
@@ -28,6 +32,8 @@ torch and dr (distruntime) are imported. Try:  x = torch.randn(3, 3, device="rem
 # What the demo imports, and the package that brings it.
 _PACKAGES = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "tqdm": "tqdm"}
 
+# What stands behind a number of bytes shifts it by so many bits.
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
 
 # These are torchrun's flags, and whether a value follows. A run with one of them is a run of torchrun.
 _TORCHRUN = {
@@ -81,38 +87,57 @@ class _Flag(argparse.Action):
         namespace.torchrun = [*namespace.torchrun, (self.const, values if isinstance(values, str) else "")]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m distruntime", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"distruntime {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    commands.add_parser("demo", help="train a small network on a worker of this machine")
-    repl = commands.add_parser("repl", help="open a prompt with a session, in IPython if it is installed")
-    repl.add_argument(
+def _session_options() -> argparse.ArgumentParser:
+    """Return the options of commands that open a session."""
+    session = argparse.ArgumentParser(add_help=False)
+    session.add_argument(
         "workers",
         nargs="*",
         metavar="ADDRESS",
         help="the address of a running worker, such as tcp://gpu1:29400; without one, workers start here",
     )
-    repl.add_argument(
+    session.add_argument(
         "--world-size",
         type=int,
         metavar="N",
         help="the number of workers to start here, or to wait for with --listen (default: 2)",
     )
-    repl.add_argument("--listen", metavar="ADDRESS", help="listen at ADDRESS for workers that connect")
-    repl.add_argument(
+    session.add_argument("--listen", metavar="ADDRESS", help="listen at ADDRESS for workers that connect")
+    session.add_argument(
         "--simulate-cuda",
         type=int,
         default=0,
         metavar="N",
         help="each worker that starts here simulates N GPUs with CPU tensors",
     )
-    repl.add_argument("--key", metavar="FILE", help="the cluster's key file (distruntime-worker keygen)")
-    repl.add_argument(
+    session.add_argument("--key", metavar="FILE", help="the cluster's key file (distruntime-worker keygen)")
+    session.add_argument(
         "--insecure",
         action="store_true",
         help="use no key: whoever reaches a port may run code there",
     )
+    return session
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m distruntime", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"distruntime {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands.add_parser("demo", help="train a small network on a worker of this machine")
+    session = _session_options()
+    commands.add_parser(
+        "repl", help="open a prompt with a session, in IPython if it is installed", parents=[session]
+    )
+    comm = commands.add_parser(
+        "comm", help="try the collectives between workers, and time them", parents=[session]
+    )
+    comm.add_argument(
+        "--sizes",
+        default="1K,1M,16M",
+        metavar="LIST",
+        help="bytes for each member, with commas between, and K, M or G behind (default: 1K,1M,16M)",
+    )
+    comm.add_argument("--data-channel", default="auto", metavar="NAME", help="such as gloo or nccl")
     run = commands.add_parser(
         "run",
         help="run a script with a session, such as one for CUDA with --as-cuda, or under torchrun's flags",
@@ -257,19 +282,52 @@ def _demo() -> int:
     return 0
 
 
+def _begin(options: argparse.Namespace, **more: object) -> Session:
+    """Open the session that the options ask for."""
+    # The import takes two seconds, and those who ask for help need it not.
+    session: Session = importlib.import_module(__package__).init_master_worker(
+        backend="zmq",
+        world_size=options.world_size,
+        workers=options.workers or None,
+        listen=options.listen,
+        simulate_cuda=options.simulate_cuda,
+        key=options.key,
+        insecure=options.insecure,
+        **more,
+    )
+    return session
+
+
+def _comm(options: argparse.Namespace) -> int:
+    """Print how fast the collectives are; return 1 where one is wrong or cannot be."""
+    try:
+        sizes = [_nbytes(text) for text in options.sizes.split(",")]
+        with _begin(options, data_channel=options.data_channel):
+            # It imports torch, which takes two seconds.
+            found = importlib.import_module(".testing.collectives", __package__).check_collectives(
+                sizes=sizes
+            )
+            print(found)
+        return 0
+    except (DistruntimeError, AssertionError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def _nbytes(text: str) -> int:
+    """Return a size such as "16M" in bytes."""
+    number, unit = text[:-1], text[-1:].upper()
+    if unit not in _UNITS:
+        number, unit = text, ""
+    if not number.isdecimal():
+        raise ConfigurationError(f"a size is a number with K, M or G behind it, or none, got {text!r}")
+    return int(number) << _UNITS[unit]
+
+
 def _repl(options: argparse.Namespace) -> int:
-    # Both take two seconds, and those who ask for help need neither.
     torch, distruntime = importlib.import_module("torch"), importlib.import_module(__package__)
     try:
-        session = distruntime.init_master_worker(
-            backend="zmq",
-            world_size=options.world_size,
-            workers=options.workers or None,
-            listen=options.listen,
-            simulate_cuda=options.simulate_cuda,
-            key=options.key,
-            insecure=options.insecure,
-        )
+        session = _begin(options)
     except DistruntimeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -391,6 +449,8 @@ def main(arguments: list[str] | None = None) -> int:
             return _demo()
         case "repl":
             return _repl(options)
+        case "comm":
+            return _comm(options)
         case "run":
             return _run(options)
         case "launch":

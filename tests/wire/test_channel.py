@@ -363,7 +363,7 @@ def test_a_byte_changed_on_the_way_ends_the_connection_and_nothing_else(make: Ma
 def test_a_stranger_who_knows_only_the_public_half_is_refused(make: Make, address: str) -> None:
     own = KeyPair.generate()
     listener, stranger = make(address, KEYS), make(None, own)
-    stranger._keys = KeyPair(
+    stranger.keys = KeyPair(
         KEYS.public, own.secret
     )  # dials with the cluster's public key, proves only its own
     stranger.connect(listener.address, b"listener")

@@ -17,6 +17,7 @@ import torch
 from . import (
     automatic_replay,
     bandwidth,
+    cut_convolution,
     distance,
     floor,
     functions,
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, Callable[[bool], list[Figure]]] = {
     "bandwidth": bandwidth.measure,
     "streams": streams.measure,
     "groups": groups.measure,
+    "cut_convolution": cut_convolution.measure,
     "mesh": mesh.measure,
     "programs": programs.measure,
     "scale": scale.measure,

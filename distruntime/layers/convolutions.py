@@ -46,9 +46,9 @@ def padded(x: torch.Tensor, pads: Sequence[tuple[int, int]], value: float = 0.0)
 class _Convolution(torch.nn.Module):
     """What the six layers share."""
 
-    # How many dimensions of space there are.
+    # There are so many dimensions of space.
     space: int
-    # The dimension of the weight that counts outputs.
+    # This dimension of the weight counts outputs.
     rows = 0
 
     in_channels: int

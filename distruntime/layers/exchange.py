@@ -47,9 +47,9 @@ def windowed(
     """
     given: Sequence[torch.Tensor] = on.check(xs, "xs")
     plan = plan_halos(on.cuts(given), on.shape, rules, overlap)
-    arrived = iter(_exchanged(given, on, plan, overlap))
+    arrived = dict(zip(plan.travels, _exchanged(given, on, plan, overlap)))
     cells = [
-        [given[k] if cell.source == k else next(arrived) for cell in member.cells]
+        [arrived.get((k, number_of), given[k]) for number_of in range(len(member.cells))]
         for k, member in enumerate(plan.members)
     ]
     # Every place gets its interior first, so that none waits for a master that is busy with another one.
@@ -109,8 +109,8 @@ def _cut(t: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def _travelling(plan: HaloPlan) -> list[tuple[int, Cell]]:
-    """Return what goes to which place, in the order of the places."""
-    return [(k, cell) for k, m in enumerate(plan.members) for cell in m.cells if cell.source != k]
+    """Return what goes to which place, in the order in which it is sent."""
+    return [(k, plan.members[k].cells[number_of]) for k, number_of in plan.travels]
 
 
 class _ExchangeContext(FunctionCtx):

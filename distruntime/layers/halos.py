@@ -76,9 +76,14 @@ class Member:
 
 @dataclass(frozen=True)
 class HaloPlan:
-    """What all places do, the sizes of inputs and outputs as wholes, and the cuts of the outputs."""
+    """What all places do, the sizes of inputs and outputs as wholes, and the cuts of the outputs.
+
+    `travels` has the cells that come from another place: whose they are, and their numbers there. They stand
+    in the order in which they are sent.
+    """
 
     members: tuple[Member, ...]
+    travels: tuple[tuple[int, int], ...]
     inputs: Size
     outputs: Size
     cuts: Cuts
@@ -86,7 +91,7 @@ class HaloPlan:
     @property
     def moved(self) -> int:
         """How many elements go from one place to another."""
-        return sum(cell.count for k, m in enumerate(self.members) for cell in m.cells if cell.source != k)
+        return sum(self.members[k].cells[number_of].count for k, number_of in self.travels)
 
 
 def volume(box: Box) -> int:
@@ -118,7 +123,27 @@ def plan_halos(cuts: Cuts, shape: Size, rules: tuple[Rule, ...], split: bool) ->
         _member(k, index, shape, spans, results, inputs, rules, split)
         for k, index in enumerate(coordinates(shape))
     )
-    return HaloPlan(members, inputs, outputs, cut)
+    return HaloPlan(members, _in_rounds(members), inputs, outputs, cut)
+
+
+def _in_rounds(members: Sequence[Member]) -> tuple[tuple[int, int], ...]:
+    """Return what travels, so ordered that each place takes part in one copy of a round.
+
+    A place does its copies in their order, and both places wait for each other. If the copies stood in the
+    order of the places, the last place would wait for all the others.
+    """
+    rounds: list[set[int]] = []
+    found: list[tuple[int, int, int]] = []
+    for k, member in enumerate(members):
+        for number_of, cell in enumerate(member.cells):
+            if cell.source == k:
+                continue
+            at = next((r for r, busy in enumerate(rounds) if not busy & {k, cell.source}), len(rounds))
+            if at == len(rounds):
+                rounds.append(set())
+            rounds[at] |= {k, cell.source}
+            found.append((at, k, number_of))
+    return tuple((k, number_of) for _, k, number_of in sorted(found))
 
 
 def _spans(lengths: Sequence[int]) -> list[Range]:

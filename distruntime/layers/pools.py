@@ -19,7 +19,7 @@ from .windows import Rule, Same, Window
 class _Pool(torch.nn.Module):
     """What the six layers share."""
 
-    # How many dimensions of space there are.
+    # There are so many dimensions of space.
     space: int
 
     def _note(

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 import distruntime as dr
+from distruntime.collectives import copies
+from distruntime.collectives.copies import move
+from distruntime.layers import exchange
 from distruntime.testing import check_adjoint
 from layers import assert_as_serial, spaced
 from parts import numbers, readable
@@ -177,3 +180,51 @@ def test_what_does_not_depend_on_a_failed_shard_is_whole() -> None:
     xs = on.scatter(torch.ones(1, 1, 16))
     xs[0] = xs[0][torch.full((1,), 9).to(xs[0].device)]
     assert readable(nn.MaxPool1d(on, 3, 1, 1)(xs)) == [False, False, True, True]
+
+
+def _needed(layer: torch.nn.Module, on: dr.Partition, size: tuple[int, ...]) -> list[int]:
+    """How many elements each place reads that it does not have, as gradients of the serial layer tell."""
+    x = torch.ones(size, dtype=torch.float64, requires_grad=True)
+    y = layer(x)
+    found = []
+    for outputs, own in zip(on.slices(y.shape), on.slices(size)):
+        (grad,) = torch.autograd.grad(y[outputs].sum(), x, retain_graph=True)
+        grad[own] = 0
+        found.append(int(grad.count_nonzero()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "options"),
+    [
+        ((1, 1, 2, 2), (2, 2, 7, 9), dict(kernel_size=3, padding=1)),
+        ((1, 1, 3, 4), (1, 2, 13, 17), dict(kernel_size=(3, 5), padding=(1, 2))),
+        ((2, 1, 1, 3), (3, 2, 5, 17), dict(kernel_size=4, stride=(1, 2))),
+        ((1, 1, 5), (1, 2, 12), dict(kernel_size=9, padding=4)),
+    ],
+    ids=str,
+)
+def test_what_moves_is_what_the_outputs_need(
+    shape: tuple[int, ...], size: tuple[int, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on, kind = spaced(shape), f"Conv{len(shape) - 2}d"
+    layer = getattr(nn, kind)(on, 2, 3, **options, dtype=torch.float64)
+    serial = getattr(torch.nn, kind)(2, 3, **options).double()
+    with torch.no_grad():
+        # No gradient is zero by chance.
+        serial.weight.fill_(1)
+    needed = _needed(serial, on, size)
+    moved: list[int] = []
+
+    def noted(t: torch.Tensor, place: Any) -> Any:
+        moved.append(t.numel())
+        return move(t, place)
+
+    xs = [t.requires_grad_() for t in on.scatter(numbers(size, 0))]
+    monkeypatch.setattr(exchange, "move", noted)
+    monkeypatch.setattr(copies, "move", noted)
+    outs = layer(xs)
+    assert sum(moved) == sum(needed)
+    moved.clear()
+    torch.autograd.backward([y.sum() for y in outs if y.numel()])
+    assert sum(moved) == sum(needed)

@@ -74,6 +74,8 @@ if typing.TYPE_CHECKING:
     from .mesh.layout import Layout
     from .mesh.mesh import DeviceMesh, init_device_mesh
     from .mesh.shards import from_shards, shards
+    from .parallel.sharded_ema import ShardedEMA
+    from .parallel.sharded_optimizer import ShardedOptimizer
     from .programs.program import Program, program
     from .publishing.listing import Publication, Publications
     from .publishing.publish import lookup, names, publish, unpublish
@@ -217,6 +219,8 @@ __all__ = [
     "Session",
     "SessionClosed",
     "Settings",
+    "ShardedEMA",
+    "ShardedOptimizer",
     "ShortTensor",
     "SpmdFunction",
     "Stall",

@@ -1,0 +1,192 @@
+"""`dr.ShardedOptimizer`: each member of a mesh keeps the state of its share of the parameters (ZeRO-1 and 2).
+
+The idea is that of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", 2020: optimizers work number by number, so a member can update its share alone, and all gather the
+result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, final
+
+import torch
+from torch import optim
+
+from ..errors import NotSupportedError, UsageError, without_our_frames
+from ..mesh import lines as collectives
+from ..mesh.mesh import DeviceMesh
+from .pieces import Pieces, require_on
+
+# These look at more of a parameter than at one number: at its rows, its matrix, or at all parameters.
+_WHOLE = tuple(
+    getattr(optim, name) for name in ("LBFGS", "Adafactor", "Muon", "SparseAdam") if hasattr(optim, name)
+)
+
+Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
+
+
+@final
+class ShardedOptimizer(optim.Optimizer):
+    """An optimizer of torch's of whose state each member of a mesh keeps its share only.
+
+    Learning rate schedulers, `zero_grad`, `state_dict` and groups are those of torch. The state dict has the
+    whole state, as the optimizer has it without shares. So another mesh can load it, and that optimizer, too.
+    What others write into the parameters between steps counts, as with any optimizer.
+
+    Args:
+        params: parameters on the mesh, which all members hold alike, or groups of them.
+        optimizer_class: an optimizer that works number by number, as SGD, Adam, AdamW and RMSprop do.
+        mesh: the members that share the state: a mesh, or a slice of one, as `mesh["node"]`.
+        reduce: None takes gradients that are the same at all members, as DistributedDataParallel leaves them.
+            "avg" and "sum" take each member's own gradients, and reduce each share straight to its member:
+            half of what an all_reduce moves. They reduce over all members of the mesh of which `mesh` is a
+            slice.
+        master_dtype: the dtype in which members keep their shares: torch.float32 for parameters in bfloat16.
+            None keeps that of the parameters.
+        defaults: the arguments of `optimizer_class`.
+
+    Raises:
+        UsageError: a parameter is not on the mesh. NotSupportedError: the optimizer needs whole parameters,
+            or a parameter is a DTensor; `fully_shard` shards those with their state.
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        optimizer_class: type[optim.Optimizer],
+        mesh: DeviceMesh,
+        *,
+        reduce: Literal["avg", "sum"] | None = None,
+        master_dtype: torch.dtype | None = None,
+        **defaults: Any,
+    ) -> None:
+        if issubclass(optimizer_class, _WHOLE):
+            raise NotSupportedError(
+                f"{optimizer_class.__name__} needs whole parameters, and each member has a share of each: "
+                "take an optimizer that works number by number, such as AdamW"
+            )
+        if reduce not in (None, "avg", "sum"):
+            raise UsageError(f'reduce is None, "avg" or "sum", got {reduce!r}')
+        super().__init__(params, defaults)
+        self._parameters = [p for group in self.param_groups for p in group["params"]]
+        require_on(mesh, self._parameters, "ShardedOptimizer")
+        self._mesh, self._reduce = mesh, reduce
+        self._pieces = Pieces(mesh.lines(), self._parameters)
+        dtypes = [master_dtype or p.dtype for p in self._parameters]
+        with torch.no_grad():
+            self._shares = [
+                torch.nn.Parameter(self._pieces.own([p], [k])[0].to(dtype))
+                for k, (p, dtype) in enumerate(zip(self._parameters, dtypes))
+            ]
+        self._versions = [p._version for p in self._parameters]
+        at, groups = 0, []
+        for group in self.param_groups:
+            count = len(group["params"])
+            groups.append({**group, "params": self._shares[at : at + count]})
+            at += count
+        self._inner = optimizer_class(groups, **defaults)
+        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            # What the optimizer itself has filled in shows here, too.
+            outer.update({name: value for name, value in inner.items() if name != "params"})
+        self.defaults = self._inner.defaults
+
+    def __repr__(self) -> str:
+        return f"<ShardedOptimizer of {self._inner!r} over {self._mesh!r}>"
+
+    @without_our_frames
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters by their gradients. Return at once, with what `closure` returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update({name: value for name, value in outer.items() if name != "params"})
+        wanted = [k for k, p in enumerate(self._parameters) if p.grad is not None]
+        for k, share in enumerate(self._shares):
+            if self._parameters[k].grad is None:
+                share.grad = None
+        for at in self._by_dtype(wanted, lambda k: self._gradient(k).dtype):
+            given = [self._gradient(k) for k in at]
+            for k, piece in zip(at, self._reduced(given, at)):
+                self._shares[k].grad = piece.to(self._shares[k].dtype)
+        self._follow_writes()
+        self._inner.step()
+        for share in self._shares:
+            share.grad = None
+        for at in self._by_dtype(wanted, lambda k: self._parameters[k].dtype):
+            pieces = [self._shares[k].detach().to(self._parameters[k].dtype) for k in at]
+            for k, whole in zip(at, self._pieces.whole(pieces, at)):
+                self._parameters[k].copy_(whole)
+                self._versions[k] = self._parameters[k]._version
+        return loss
+
+    def _follow_writes(self) -> None:
+        """Cut parameters anew that somebody else has written, as `load_state_dict` of a model does."""
+        for k, p in enumerate(self._parameters):
+            if p._version != self._versions[k]:
+                self._shares[k].copy_(self._pieces.own([p], [k])[0])
+                self._versions[k] = p._version
+
+    def _gradient(self, k: int) -> torch.Tensor:
+        found: torch.Tensor | None = self._parameters[k].grad
+        assert found is not None
+        return found
+
+    def _by_dtype(self, numbers: list[int], dtype: Callable[[int], torch.dtype]) -> list[list[int]]:
+        found: dict[torch.dtype, list[int]] = {}
+        for k in numbers:
+            found.setdefault(dtype(k), []).append(k)
+        return list(found.values())
+
+    def _reduced(self, gradients: list[torch.Tensor], at: list[int]) -> list[torch.Tensor]:
+        if self._reduce is None:
+            return self._pieces.own(gradients, at)
+        pieces = self._pieces.reduced(gradients, at, self._reduce)
+        others = self._mesh.others()
+        if others is not None:
+            joined = collectives.all_reduce(others, torch.cat(pieces), self._reduce)
+            pieces = list(joined.split([len(piece) for piece in pieces]))
+        return pieces
+
+    # -- the state -------------------------------------------------------------------------------------------
+
+    @without_our_frames
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as the optimizer has it without shares: whole, on the mesh.
+
+        All members gather it, so this takes the memory that they save otherwise. Return at once.
+        """
+        found = self._inner.state_dict()
+        state = {}
+        for k, values in found["state"].items():
+            length, shape = self._pieces.lengths[k], self._parameters[k].shape
+            state[k] = {
+                name: self._pieces.whole([value], [k])[0]
+                if isinstance(value, torch.Tensor) and value.shape == (length,) and shape != ()
+                else value
+                for name, value in values.items()
+            }
+        return {"state": state, "param_groups": found["param_groups"]}
+
+    @without_our_frames
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the state of an optimizer of this class, whole, from any mesh or place. Return at once."""
+        state: dict[int, dict[str, Any]] = {}
+        for k, values in state_dict["state"].items():
+            shape = self._parameters[k].shape
+            state[k] = {}
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor) and value.shape == shape and shape != ():
+                    value = self._pieces.own([value.to(self._parameters[k].device)], [k])[0]
+                elif isinstance(value, torch.Tensor):
+                    # The other optimizer may go on counting its steps in this tensor.
+                    value = value.clone()
+                state[k][name] = value
+        self._inner.load_state_dict({"state": state, "param_groups": state_dict["param_groups"]})
+        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            outer.update({name: value for name, value in inner.items() if name != "params"})

@@ -1,0 +1,203 @@
+"""`dr.ShardedOptimizer` and `dr.ShardedEMA`: equal to what one process does with the whole, from shares."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import distruntime as dr
+
+Mesh = Any
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Mesh]:
+    """Return a mesh of two replicas of two members, all on one worker."""
+    dr.shutdown()
+    with dr.init_master_worker(world_size=1, simulate_cuda=4):
+        yield dr.init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicas", "node"))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    # Neither 4 nor 2 members divide all of these.
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3, bias=False), nn.LayerNorm(3)).double()
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(8, 5, dtype=torch.float64) for _ in range(count)]
+
+
+OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (torch.optim.RMSprop, {"lr": 0.01}),
+    (torch.optim.Adam, {"lr": 0.05, "amsgrad": True, "fused": True}),
+]
+
+
+def trained_here(make: Callable[[nn.Module], Any], steps: int) -> tuple[nn.Module, Any]:
+    here = model()
+    optimizer = make(here)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for x in batches(steps):
+        here(x).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return here, optimizer
+
+
+def alike(found: nn.Module, expected: nn.Module, tolerance: float = 1e-9) -> None:
+    for p, q in zip(found.parameters(), expected.parameters(), strict=True):
+        for shard in dr.shards(p.detach()):
+            torch.testing.assert_close(shard, q.detach(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize("reduce", [None, "avg", "sum"])
+@pytest.mark.parametrize("over", ["node", None])
+def test_as_the_whole_optimizer(
+    mesh: Mesh, kind: type[torch.optim.Optimizer], options: dict[str, Any], reduce: Any, over: str | None
+) -> None:
+    here, _ = trained_here(lambda m: kind(m.parameters(), **options), 5)
+    there = model().to(mesh.device)
+    optimizer = dr.ShardedOptimizer(
+        there.parameters(), kind, mesh[over] if over else mesh, reduce=reduce, **options
+    )
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for x in batches(5):
+        # With `reduce` each member has a quarter of the batch, and else all of it.
+        given = x.to(mesh.device) if reduce is None else dr.from_shards(list(x.chunk(4)), mesh)
+        loss = there(given).square().mean()
+        (loss / 4 if reduce == "sum" else loss).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    alike(there, here)
+    assert there[0].weight.grad is None
+
+
+def test_each_member_keeps_its_share_of_the_state(mesh: Mesh) -> None:
+    there = nn.Linear(400, 100).to(mesh.device)
+    optimizer = dr.ShardedOptimizer(there.parameters(), torch.optim.AdamW, mesh)
+    there(torch.ones(1, 400).to(mesh.device)).sum().backward()
+    optimizer.step()
+    states = [s for p in optimizer._shares for s in optimizer._inner.state[p].values() if s.dim()]
+    assert sum(s.numel() for s in states) == 2 * (400 * 100 + 100) / 4
+
+
+def test_the_state_dict_is_that_of_the_whole_optimizer(mesh: Mesh) -> None:
+    make = lambda m: torch.optim.AdamW(m.parameters(), lr=0.05)  # noqa: E731
+    here, whole = trained_here(make, 3)
+    there = model().to(mesh.device)
+    optimizer = dr.ShardedOptimizer(there.parameters(), torch.optim.AdamW, mesh["node"], lr=0.05)
+    there.load_state_dict(here.state_dict())
+    optimizer.load_state_dict(whole.state_dict())
+    again, expected = optimizer.state_dict(), whole.state_dict()
+    for k, values in expected["state"].items():
+        for name, value in values.items():
+            torch.testing.assert_close(dr.fetch(again["state"][k][name]), value)
+    assert optimizer.param_groups[0]["lr"] == whole.param_groups[0]["lr"] != 0.05
+    for x in batches(2):
+        for m, o, given in ((here, whole, x), (there, optimizer, x.to(mesh.device))):
+            m(given).square().mean().backward()
+            o.step()
+            o.zero_grad()
+    alike(there, here)
+
+
+def test_groups_and_parameters_without_a_gradient(mesh: Mesh) -> None:
+    here, there = model(), model().to(mesh.device)
+
+    def groups(m: nn.Module) -> list[dict[str, Any]]:
+        return [{"params": m[0].parameters(), "lr": 0.3}, {"params": m[2].parameters()}]
+
+    a = torch.optim.AdamW(groups(here), lr=0.01)
+    b = dr.ShardedOptimizer(groups(there), torch.optim.AdamW, mesh, lr=0.01)
+    for k, x in enumerate(batches(4)):
+        for m, o, given in ((here, a, x), (there, b, x.to(mesh.device))):
+            m[2].requires_grad_(k != 1)
+            m(given).square().mean().backward()
+            o.step()
+            o.zero_grad()
+    alike(there, here)
+
+
+def test_parameters_in_bfloat16_with_masters_in_float32(mesh: Mesh) -> None:
+    here, there = model(), model().to(mesh.device, torch.bfloat16)
+    whole = torch.optim.SGD(here.parameters(), lr=1e-3)
+    optimizer = dr.ShardedOptimizer(
+        there.parameters(), torch.optim.SGD, mesh, master_dtype=torch.float32, lr=1e-3
+    )
+    with torch.no_grad():
+        for p, q in zip(here.parameters(), there.parameters()):
+            p.copy_(dr.fetch(q).float())
+    # A step is too small for bfloat16 to see. The masters add them up.
+    for _ in range(100):
+        for p, q in zip(here.parameters(), there.parameters()):
+            p.grad, q.grad = torch.full_like(p, 0.5), torch.full_like(q, 0.5)
+        whole.step()
+        optimizer.step()
+    for p, q in zip(here.parameters(), there.parameters()):
+        assert q.dtype == torch.bfloat16
+        torch.testing.assert_close(dr.fetch(q.detach()), p.detach().to(torch.bfloat16), atol=1e-2, rtol=1e-2)
+    assert all(share.dtype == torch.float32 for share in optimizer._shares)
+
+
+def test_what_cannot_be_sharded(mesh: Mesh) -> None:
+    there = model().to(mesh.device)
+    with pytest.raises(dr.NotSupportedError, match="LBFGS needs whole parameters"):
+        dr.ShardedOptimizer(there.parameters(), torch.optim.LBFGS, mesh)
+    with pytest.raises(dr.UsageError, match=r"got one on cpu: model\.to\(mesh\.device\)"):
+        dr.ShardedOptimizer(model().parameters(), torch.optim.SGD, mesh, lr=1.0)
+    with pytest.raises(dr.UsageError, match=r'reduce is None, "avg" or "sum", got .mean.'):
+        mean: Any = "mean"
+        dr.ShardedOptimizer(there.parameters(), torch.optim.SGD, mesh, reduce=mean, lr=1.0)
+    there = fully_shard(nn.Linear(4, 4).to(mesh.device), mesh=mesh)
+    with pytest.raises(
+        dr.NotSupportedError, match=r"got a DTensor: fully_shard and parallelize_module shard"
+    ):
+        dr.ShardedOptimizer(there.parameters(), torch.optim.SGD, mesh, lr=1.0)
+
+
+def whole_of(fetched: Any) -> torch.Tensor:
+    found: torch.Tensor = fetched.full_tensor() if hasattr(fetched, "full_tensor") else fetched
+    return found
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_average_is_the_plain_one(mesh: Mesh, sharded: bool) -> None:
+    here = model()
+    there = copy.deepcopy(here).to(mesh.device)
+    if sharded:
+        here = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4, bias=False))
+        there = fully_shard(copy.deepcopy(here).to(mesh.device), mesh=mesh)
+    plain = AveragedModel(here, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    plain.update_parameters(here)
+    average = dr.ShardedEMA(there, 0.9, None if sharded else mesh["node"])
+    for k in range(5):
+        with torch.no_grad():
+            for p in (*here.parameters(), *there.parameters()):
+                p.add_(0.1 * k).mul_(1.1)
+        plain.update_parameters(here)
+        average.update()
+    found = {name: dr.fetch(value) for name, value in average.state_dict().items()}
+    for name, value in plain.module.named_parameters():
+        torch.testing.assert_close(whole_of(found[name]), value.detach())
+    again = dr.ShardedEMA(there, 0.9, None if sharded else mesh["node"])
+    again.load_state_dict(average.state_dict())
+    again.copy_to(there)
+    for p, q in zip(there.parameters(), plain.module.parameters()):
+        whole = dr.fetch(p.detach())
+        torch.testing.assert_close(
+            whole.full_tensor() if hasattr(whole, "full_tensor") else whole, q.detach()
+        )

@@ -233,7 +233,9 @@ class Reach:
 
     def _object(self, path: str, thing: object) -> None:
         kind = type(thing)
-        if isinstance(thing, _SKIPPED) or kind.__module__.split(".")[0] in _SKIPPED_MODULES:
+        # Our layers are modules of the user's: they hold weights.
+        skipped = kind.__module__.split(".")[0] in _SKIPPED_MODULES and not isinstance(thing, torch.nn.Module)
+        if isinstance(thing, _SKIPPED) or skipped:
             own = getattr(thing, "__wrapped__", None) if kind.__module__ == _OWN else None
             if own is not None:
                 self._todo.append((path, own))

@@ -292,3 +292,27 @@ def test_what_does_not_fit_says_what() -> None:
     for call, kind, text in errors:
         with pytest.raises(kind, match=text):
             call()
+
+
+def test_a_training_step_is_recorded_as_a_program() -> None:
+    P = spaced((1, 1, 2, 2))
+    found = []
+    for wrap in (lambda step: step, dr.program):
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(nn.Conv2d(P, 2, 3, 3, padding=1), nn.BatchNorm2d(P, 3)).double()
+        optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(P)
+
+        def step(
+            xs: Any, targets: Any, model: Any = model, optimizer: Any = optimizer, loss: Any = loss
+        ) -> Any:
+            optimizer.zero_grad()
+            value = loss(model(xs), targets)
+            value.backward()
+            optimizer.step()
+            return value.detach()
+
+        wrapped = wrap(step)
+        x, y = numbers((2, 2, 7, 6), 1), numbers((2, 3, 7, 6), 2)
+        found.append([wrapped(P.scatter(x + k), P.scatter(y)).item() for k in range(5)])
+    assert wrapped.replays >= 3, wrapped.why
+    assert found[0] == found[1]

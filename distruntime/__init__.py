@@ -158,7 +158,9 @@ def __getattr__(name: str) -> object:
             importlib.import_module(".errors", __name__).forget_traceback(error)
             raise
     where, called = _SOURCES[name]
-    globals()[name] = found = getattr(importlib.import_module(where, __name__), called)
+    # The imports below take long.
+    with importlib.import_module(".backend.on_import", __name__).rare_collections():
+        globals()[name] = found = getattr(importlib.import_module(where, __name__), called)
     return found
 
 

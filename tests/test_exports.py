@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 import pkgutil
@@ -15,6 +16,7 @@ import torch
 import distruntime as dr
 from distruntime import testing
 from distruntime.backend import install
+from distruntime.backend.on_import import rare_collections
 
 EVERY = {**vars(dr), **{name: getattr(dr, name) for name in dir(dr)}}  # some come when they are asked for
 PUBLIC = {
@@ -120,3 +122,24 @@ def test_an_import_ahead_that_fails_because_the_process_ends_says_nothing(
 
     monkeypatch.setattr(importlib, "import_module", refuse)
     install._import_ahead()
+
+
+def test_imports_make_collections_rare_and_leave_what_others_choose_meanwhile() -> None:
+    before = gc.get_threshold()
+    try:
+        with rare_collections():
+            rare = gc.get_threshold()
+            assert rare[0] > before[0] and rare[1:] == before[1:]
+            with rare_collections():
+                assert gc.get_threshold() == rare
+            assert gc.get_threshold() == rare
+        assert gc.get_threshold() == before
+        with rare_collections():
+            gc.set_threshold(50, 5, 5)
+        assert gc.get_threshold()[:2] == (50, 5)
+        gc.set_threshold(0)
+        with rare_collections():
+            assert gc.get_threshold()[0] == 0
+        assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)

@@ -43,6 +43,7 @@ from .lazy_modules import install_materialize, set_aside
 from .libraries import install_libraries
 from .no_dynamo import hide, install_op_by_op
 from .no_memory import install_no_memory
+from .on_import import rare_collections
 from .random import fork_rng
 from .storages import install_storages
 from .torch_load import install_load
@@ -148,13 +149,14 @@ def _import_ahead() -> None:
     torch's C++ imports `torch.distributed.tensor` at the first call of any subclass, its meta kernels import
     `torch._dynamo`.
     """
-    for name in ("torch.distributed.tensor", "torch._dynamo"):
-        try:
-            importlib.import_module(name)
-        except Exception:
-            # An import fails where the process ends meanwhile. Any other failure comes again at the user's
-            # line, whose operator imports.
-            return
+    with rare_collections():
+        for name in ("torch.distributed.tensor", "torch._dynamo"):
+            try:
+                importlib.import_module(name)
+            except Exception:
+                # An import fails where the process ends meanwhile. Any other failure comes again at the
+                # user's line, whose operator imports.
+                return
 
 
 # torch would make all but the first three by their `out=` forms, which resize an empty tensor. How large that

@@ -74,6 +74,9 @@ if typing.TYPE_CHECKING:
     from .mesh.layout import Layout
     from .mesh.mesh import DeviceMesh, init_device_mesh
     from .mesh.shards import from_shards, shards
+    from .parallel.data_parallel import DataParallel
+    from .parallel.pipeline import Pipeline, pipeline
+    from .parallel.split import split
     from .programs.program import Program, program
     from .publishing.listing import Publication, Publications
     from .publishing.publish import lookup, names, publish, unpublish
@@ -177,6 +180,7 @@ __all__ = [
     "ConnectionFailed",
     "DataChannel",
     "DataLoader",
+    "DataParallel",
     "DeviceMesh",
     "DistributedTensor",
     "DistruntimeError",
@@ -201,6 +205,7 @@ __all__ = [
     "NonFiniteError",
     "NotSupportedError",
     "Partition",
+    "Pipeline",
     "Place",
     "PlacementError",
     "ProcessGroup",
@@ -279,6 +284,7 @@ __all__ = [
     "on",
     "on_nodes",
     "ones",
+    "pipeline",
     "place",
     "premul_sum",
     "primitives",
@@ -309,6 +315,7 @@ __all__ = [
     "shards",
     "ship",
     "shutdown",
+    "split",
     "spmd",
     "stacks",
     "stalls",

@@ -74,8 +74,11 @@ if typing.TYPE_CHECKING:
     from .mesh.layout import Layout
     from .mesh.mesh import DeviceMesh, init_device_mesh
     from .mesh.shards import from_shards, shards
+    from .parallel.data_parallel import DataParallel
+    from .parallel.pipeline import Pipeline, pipeline
     from .parallel.sharded_ema import ShardedEMA
     from .parallel.sharded_optimizer import ShardedOptimizer
+    from .parallel.split import split
     from .programs.program import Program, program
     from .publishing.listing import Publication, Publications
     from .publishing.publish import lookup, names, publish, unpublish
@@ -181,6 +184,7 @@ __all__ = [
     "ConnectionFailed",
     "DataChannel",
     "DataLoader",
+    "DataParallel",
     "DeviceMesh",
     "DistributedTensor",
     "DistruntimeError",
@@ -205,6 +209,7 @@ __all__ = [
     "NonFiniteError",
     "NotSupportedError",
     "Partition",
+    "Pipeline",
     "Place",
     "PlacementError",
     "ProcessGroup",
@@ -285,6 +290,7 @@ __all__ = [
     "on",
     "on_nodes",
     "ones",
+    "pipeline",
     "place",
     "premul_sum",
     "primitives",
@@ -315,6 +321,7 @@ __all__ = [
     "shards",
     "ship",
     "shutdown",
+    "split",
     "spmd",
     "stacks",
     "stalls",

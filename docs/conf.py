@@ -82,6 +82,7 @@ docs/places
 docs/streams
 docs/programs
 docs/meshes
+docs/pipelines
 docs/primitives
 docs/layers
 docs/ssh

@@ -22,7 +22,7 @@ from ..collectives.reductions import Op
 from ..errors import UsageError
 from ..tensors.tensor import DistributedTensor
 from .line_groups import Lines
-from .operation import LineMembers, even_splits, on_mesh_of, reduction_named
+from .operation import LineMembers, even_splits, on_mesh_of, permuted, reduction_named
 
 
 def all_reduce(lines: Lines, x: torch.Tensor, op: Op | str = "SUM") -> torch.Tensor:
@@ -77,6 +77,26 @@ def broadcast(lines: Lines, x: torch.Tensor, root: int) -> torch.Tensor:
     return _apply(lines, Collective("broadcast", root=root), given)
 
 
+def shift(lines: Lines, x: torch.Tensor, by: int = 1, *, wrap: bool = True) -> torch.Tensor:
+    """Return, at each member, the tensor of the member `by` ranks before it in its line. Return at once.
+
+    All members send and receive at the same time. The first ones get the last ones' tensors; with `wrap`
+    False they get zeros. A negative `by` goes the other way, and the gradient goes back the same way.
+
+    Raises `UsageError` for a `by` that is no whole number.
+    """
+    given = _operand(lines, x)
+    if isinstance(by, bool) or not isinstance(by, int):
+        raise UsageError(f"tensors are shifted by a whole number of ranks, got {by!r}")
+    size = lines.size
+    there = permuted(lines, given, [(rank + by) % size for rank in range(size)])
+    if wrap or not by:
+        return there
+    ranks = lines.ranks()
+    inside = ranks >= by if by > 0 else ranks < size + by
+    return torch.where(inside, there, torch.zeros_like(there))
+
+
 def _apply(lines: Lines, collective: Collective, x: torch.Tensor) -> torch.Tensor:
     return differentiable(LineMembers(lines), collective, [x])[0]
 
@@ -97,4 +117,5 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "reduce_scatter",
+    "shift",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgpack
 import torch
 
-from ..collectives.adjoints import Collective, Tensors, result_of
+from ..collectives.adjoints import Collective, Tensors, differentiable, result_of
 from ..collectives.group import groups_of
 from ..collectives.operation import require_operation
 from ..collectives.reductions import Op, reduction, require_reduction
@@ -217,3 +217,13 @@ class LineMembers:
         (rows,) = gathered
         places = torch.arange(self.size - 1, device=rows.device)
         return [rows.index_select(0, places + (places >= self._lines.ranks()).to(torch.int64))]
+
+
+def permuted(lines: Lines, x: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:
+    """Return, at each member, the tensor of the member of its line that sends to it. Return at once.
+
+    The member of rank k sends to `targets[k]`; each rank is the target of one. Autograd sends gradients back.
+    """
+    splits = tuple(tuple(int(rank == target) for rank in range(lines.size)) for target in targets)
+    rows = differentiable(LineMembers(lines), Collective("all_to_all", splits=splits), [x.unsqueeze(0)])
+    return rows[0].squeeze(0)

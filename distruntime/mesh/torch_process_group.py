@@ -13,7 +13,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, TypeGuard
 
 import torch
@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 from ..collectives.adjoints import Collective
 from ..errors import NotSupportedError, UsageError
 from ..log.mesh_log import MeshLog
+from ..streams.stream import Stream, current_stream, has_streams, kept_number, numbered_stream
 from ..tensors.tensor import DistributedTensor
 from .line_groups import Lines
 from .operation import even_splits, issue_along, perform, reduction_named
@@ -38,12 +39,25 @@ _c10d: Any = distributed_c10d
 _dist: Any = dist
 
 
+class _Results(torch.futures.Future[Any]):
+    """The results of an operation on a stream of its own. What is to follow them follows them there."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+        """Call `callback` at once: what it issues goes to the stream."""
+        with self._stream:
+            return super().then(callback)
+
+
 class Issued(dist.Work):
     """What torch waits for after an operation. What follows on the members waits by itself."""
 
-    def __init__(self, results: Sequence[torch.Tensor]) -> None:
+    def __init__(self, results: Sequence[torch.Tensor], stream: Stream | None = None) -> None:
         super().__init__()
-        self._results = list(results)
+        self._results, self._stream = list(results), stream
 
     def wait(self, timeout: Any = None) -> bool:
         """Return True at once."""
@@ -59,7 +73,8 @@ class Issued(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that has the results."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        future: torch.futures.Future[Any]
+        future = torch.futures.Future() if self._stream is None else _Results(self._stream)
         future.set_result(self._results)
         return future
 
@@ -88,6 +103,7 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         """Say which lines of members it stands for, and each member's rank in its line."""
         self._lines = lines
         self._found: Lines | None = None
+        self._beside: tuple[MeshLog, int] | None = None
         self.ranks = list(ranks)
 
     @property
@@ -97,6 +113,19 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         if found is None or found.broken is not None:
             found = self._found = self._lines()
         return found
+
+    def _stream(self, x: DistributedTensor, opts: Any) -> Stream | None:
+        """Return the stream of an operation that the caller does not wait for, None where it has none.
+
+        DistributedDataParallel reduces a bucket of gradients there, beside the rest of the backward pass. The
+        group keeps the stream's number alone, so that the mesh's place can go.
+        """
+        home, log = x._handle.place, self.lines.mesh_log
+        if not getattr(opts, "asyncOp", False) or current_stream(home.device).number or not has_streams(log):
+            return None
+        if self._beside is None or self._beside[0] is not log:
+            self._beside = log, kept_number(home)
+        return numbered_stream(home, self._beside[1])
 
     def rank(self) -> int:
         """Return 0, as `MastersRank`."""
@@ -143,14 +172,17 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         """Reduce each member's tensor in place."""
         by = reduction_named(getattr(opts, "reduceOp", opts))
         given = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+        stream = None
         for t in given:
             if by.name in ("MIN", "MAX") and not is_on_mesh(t):
                 # It is one value for all members, since this process speaks for all: DTensor's
                 # `torch.equal` asks so.
                 continue
             x = on_mesh(t)
-            issue_along(self.lines, "all_reduce", [x], into=[x], reduction=by)
-        return Issued(given)
+            stream = self._stream(x, opts)
+            with nullcontext() if stream is None else stream:
+                issue_along(self.lines, "all_reduce", [x], into=[x], reduction=by)
+        return Issued(given, stream)
 
     def broadcast(self, tensors: Any, opts: Any) -> Issued:
         """Overwrite each member's tensor by the root's."""

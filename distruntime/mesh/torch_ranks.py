@@ -13,16 +13,18 @@ from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import _functional_collectives, distributed_c10d
 from torch.utils.data import DistributedSampler
 
 from ..backend.on_import import when_imported
 from ..errors import NotSupportedError, UsageError
 from . import lines
+from .operation import permuted
 from .torch_fsdp import replace
-from .torch_process_group import MastersRank, MeshGroup
+from .torch_process_group import MastersRank, MeshGroup, is_on_mesh, lines_named
 
 _c10d: Any = distributed_c10d
+_functional: Any = _functional_collectives
 _Sampler: Any = DistributedSampler
 
 
@@ -34,6 +36,7 @@ def prepare() -> None:
     replace("scatter", _scatter(dist.scatter))
     replace("barrier", _barrier(dist.barrier))
     when_imported("torch.distributed.nn.functional", _with_gradients)
+    replace("permute_tensor", _permute(_functional.permute_tensor))
 
 
 def mesh_group(group: Any) -> MeshGroup | None:
@@ -146,6 +149,25 @@ def _barrier(barrier: Callable[..., Any]) -> Callable[..., Any]:
             return barrier(group, async_op, *args, **kwargs)
         work = found.barrier()
         return work if async_op else None
+
+    return choose
+
+
+def _permute(permute_tensor: Callable[..., Any]) -> Callable[..., Any]:
+    """torch computes the splits of the calling rank alone."""
+
+    @functools.wraps(permute_tensor)
+    def choose(self: Any, src_dst: Any, group: Any, tag: str = "") -> Any:
+        if not is_on_mesh(self):
+            return permute_tensor(self, src_dst, group, tag)
+        found = lines_named(_functional._resolve_group_name(group, tag))
+        targets = [int(target) for target in src_dst]
+        if sorted(targets) != list(range(found.size)):
+            raise UsageError(
+                f"permute_tensor along a line of {found.size} members takes each rank once as a target, "
+                f"got {targets}"
+            )
+        return permuted(found, self, targets)
 
     return choose
 

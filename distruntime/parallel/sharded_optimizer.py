@@ -79,7 +79,6 @@ class ShardedOptimizer(optim.Optimizer):
                 torch.nn.Parameter(self._pieces.own([p], [k])[0].to(dtype))
                 for k, (p, dtype) in enumerate(zip(self._parameters, dtypes))
             ]
-        self._versions = [p._version for p in self._parameters]
         at, groups = 0, []
         for group in self.param_groups:
             count = len(group["params"])
@@ -120,15 +119,20 @@ class ShardedOptimizer(optim.Optimizer):
             pieces = [self._shares[k].detach().to(self._parameters[k].dtype) for k in at]
             for k, whole in zip(at, self._pieces.whole(pieces, at)):
                 self._parameters[k].copy_(whole)
-                self._versions[k] = self._parameters[k]._version
         return loss
 
     def _follow_writes(self) -> None:
-        """Cut parameters anew that somebody else has written, as `load_state_dict` of a model does."""
-        for k, p in enumerate(self._parameters):
-            if p._version != self._versions[k]:
-                self._shares[k].copy_(self._pieces.own([p], [k])[0])
-                self._versions[k] = p._version
+        """Take what somebody else has written into the parameters, as `load_state_dict` of a model does.
+
+        A share in another dtype stays where its parameter is what the share rounds to.
+        """
+        for at in self._by_dtype([*range(len(self._shares))], lambda k: self._parameters[k].dtype):
+            pieces = self._pieces.own([self._parameters[k].detach() for k in at], at)
+            for k, piece in zip(at, pieces, strict=True):
+                share = self._shares[k]
+                if share.dtype != piece.dtype:
+                    piece = torch.where(share.to(piece.dtype) == piece, share, piece.to(share.dtype))
+                share.copy_(piece)
 
     def _gradient(self, k: int) -> torch.Tensor:
         found: torch.Tensor | None = self._parameters[k].grad

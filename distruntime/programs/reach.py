@@ -32,6 +32,8 @@ _MOST, _MOST_PLAIN = 100_000, 10_000
 # Nothing in these decides what a function computes, or is ours.
 _SKIPPED = (types.ModuleType, logging.Logger, threading.Thread, torch.Generator, np.random.Generator)
 _SKIPPED_MODULES = ("threading", "_thread", "io", "_io", "asyncio", "weakref", "ctypes", "distruntime")
+# Objects of these rooms hold tensors as the user's own do.
+_HOLDING = "distruntime.parallel."
 
 # What torch keeps in these, and does not read while it computes.
 _BOOKKEEPING = (torch.nn.Module, torch.optim.Optimizer)
@@ -233,8 +235,9 @@ class Reach:
 
     def _object(self, path: str, thing: object) -> None:
         kind = type(thing)
-        # Our layers are modules of the user's: they hold weights.
-        skipped = kind.__module__.split(".")[0] in _SKIPPED_MODULES and not isinstance(thing, torch.nn.Module)
+        # Our layers and optimizers hold tensors of the user's.
+        holds = isinstance(thing, torch.nn.Module) or kind.__module__.startswith(_HOLDING)
+        skipped = kind.__module__.split(".")[0] in _SKIPPED_MODULES and not holds
         if isinstance(thing, _SKIPPED) or skipped:
             own = getattr(thing, "__wrapped__", None) if kind.__module__ == _OWN else None
             if own is not None:

@@ -64,6 +64,12 @@ def _residence(node: Where, device: DeviceLike | None) -> Residence:
     return places.residence(on_node(places, index, device, like=like))
 
 
+def has_streams(log: Log) -> bool:
+    """Whether a log can have streams: no stream is of several GPUs of one node."""
+    several = isinstance(log, MeshLog) and any(len(ranks) > 1 for ranks in log.ranks.values())
+    return not (log.asynchronous and several)
+
+
 def _expect(value: T, kind: type[object], name: str) -> T:
     """Return `value`; raise `UsageError` unless it is what users know as `distruntime.name`."""
     if not isinstance(value, kind):
@@ -113,8 +119,7 @@ class Stream:
             )
         self.residence, self.priority = _residence(node, device), priority
         log, name = self.residence.node, self.residence.place.local_device
-        several = isinstance(log, MeshLog) and any(len(ranks) > 1 for ranks in log.ranks.values())
-        if log.asynchronous and several:
+        if not has_streams(log):
             raise NotSupportedError(
                 f"a stream on {self.residence} would be of several GPUs of one node, which no stream is; "
                 "use one member per node"
@@ -554,6 +559,18 @@ def current_stream(node: Where = None, device: DeviceLike | None = None) -> Stre
     if isinstance(entered, Stream) and entered.residence.node is residence.node:
         return entered
     return Stream._numbered(residence, 0)
+
+
+def kept_number(residence: Residence) -> int:
+    """Return the number of a new stream. No other Stream object gets it, until the log ends."""
+    made = Stream(residence.device)
+    made._idle = None
+    return made.number
+
+
+def numbered_stream(residence: Residence, number: int) -> Stream:
+    """Return the stream that a number stands for. Its end gives nothing back."""
+    return Stream._numbered(residence, number)
 
 
 class StreamContext:

@@ -1,0 +1,217 @@
+"""Cutting a model into stages: by its parameters, by the time that each part takes, or where names say."""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.distributed import pipelining
+from torch.utils._pytree import tree_leaves
+
+from ..errors import UsageError, without_our_frames
+from ..streams.stream import synchronize
+from ..tensors.tensor import DistributedTensor
+from .stage import require_apart
+
+_pipelining: Any = pipelining
+
+
+@without_our_frames
+def split(
+    model: torch.nn.Module,
+    n: int,
+    by: str | Sequence[str] = "parameters",
+    *,
+    example: Any = None,
+) -> list[torch.nn.Module]:
+    """Return a model as `n` modules that follow each other, the stages of a pipeline.
+
+    An `nn.Sequential` is cut between its children. The parts are `nn.Sequential`s that have these children
+    under their names, so that `state_dict` keys stay. Any other model is traced by torch's
+    `torch.distributed.pipelining.pipeline`, with `example` as its arguments; the parts are copies.
+
+    Args:
+        n: how many parts.
+        by: "parameters" gives the parts as equal numbers of parameters as can be. "time" measures each child
+            on `example`, where the child is, and gives them as equal times; it blocks. A list of `n` - 1
+            names has each part from the second on begin with the child of that name ("layers.4").
+        example: arguments of the model, one or a tuple. A traced model takes a micro-batch of them.
+
+    Raises `UsageError` for a model that cannot be cut into so many parts, or parts that share a parameter.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"dr.split cuts a module, got {type(model).__name__}")
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise UsageError(f"the number of parts is a whole number from 1 on, got {n!r}")
+    names = None if isinstance(by, str) else list(by)
+    if isinstance(by, str) and by not in ("parameters", "time"):
+        raise UsageError(f'by is "parameters", "time" or a list of names, got {by!r}')
+    if names is not None and len(names) != n - 1:
+        raise UsageError(f"{n} parts begin at {n - 1} names, the first one at the model's begin; got {names}")
+    given = () if example is None else example if isinstance(example, tuple) else (example,)
+    if by == "time" and not given:
+        raise UsageError('by="time" measures the parts on a batch: example=x, or a tuple of all arguments')
+    if isinstance(model, torch.nn.Sequential):
+        parts = _of_sequential(model, n, by, names, given)
+        require_apart(parts, "part")
+        return parts
+    return _of_traced(model, n, by, names, given)
+
+
+def _of_sequential(
+    model: torch.nn.Sequential,
+    n: int,
+    by: str | Sequence[str],
+    names: list[str] | None,
+    given: tuple[Any, ...],
+) -> list[torch.nn.Module]:
+    children = list(model.named_children())
+    if len(children) < n:
+        raise UsageError(f"a Sequential of {len(children)} children cannot be cut into {n} parts")
+    if names is not None:
+        starts = [_index([name for name, _ in children], name) for name in names]
+        if starts != sorted(set(starts)) or 0 in starts:
+            raise UsageError(f"names of parts stand in the model's order, after its first child; got {names}")
+    elif by == "time":
+        starts = balanced(_times([child for _, child in children], given), n)
+    else:
+        starts = balanced([sum(p.numel() for p in child.parameters()) for _, child in children], n)
+    bounds = [0, *starts, len(children)]
+    return [torch.nn.Sequential(OrderedDict(children[a:b])) for a, b in pairwise(bounds)]
+
+
+def _index(known: Sequence[str], name: str) -> int:
+    if name not in known:
+        raise UsageError(f"the model has no child {name!r} to begin a part with; it has {', '.join(known)}")
+    return known.index(name)
+
+
+def _times(children: Sequence[torch.nn.Module], given: tuple[Any, ...]) -> list[float]:
+    """Return the seconds of each child's forward pass: the better of two, the first of which warms up."""
+    found = []
+    with torch.no_grad():
+        for child in children:
+            remote = any(
+                isinstance(t, DistributedTensor) for t in tree_leaves((given, list(child.parameters())))
+            )
+            seconds = []
+            for _ in range(2):
+                begin = time.perf_counter()
+                output = child(*given)
+                if remote:
+                    synchronize()
+                seconds.append(time.perf_counter() - begin)
+            found.append(min(seconds))
+            given = output if isinstance(output, tuple) else (output,)
+    return found
+
+
+def balanced(weights: Sequence[float], n: int) -> list[int]:
+    """Return where parts two to `n` begin, so that the heaviest part is as light as it can be.
+
+    No part is empty.
+    """
+    count = len(weights)
+    before = [0.0]
+    for weight in weights:
+        before.append(before[-1] + weight)
+    # Each has how heavy the heaviest of the first parts is where they hold the first children, and where the
+    # last of them begins.
+    best: list[list[tuple[float, int]]] = [[(before[k], 0) for k in range(count + 1)]]
+    for part in range(1, n):
+        row: list[tuple[float, int]] = []
+        for end in range(count + 1):
+            choices = [
+                (max(best[part - 1][begin][0], before[end] - before[begin]), begin)
+                for begin in range(part, end)
+            ]
+            row.append(min(choices, default=(float("inf"), 0)))
+        best.append(row)
+    starts: list[int] = []
+    end = count
+    for part in range(n - 1, 0, -1):
+        end = best[part][end][1]
+        starts.insert(0, end)
+    return starts
+
+
+def _of_traced(
+    model: torch.nn.Module, n: int, by: str | Sequence[str], names: list[str] | None, given: tuple[Any, ...]
+) -> list[torch.nn.Module]:
+    if not given:
+        raise UsageError(
+            f"a {type(model).__name__} is no nn.Sequential, so torch traces its forward to cut it: give "
+            "example= its arguments for one micro-batch, or write the stages as modules of your own"
+        )
+    if any(isinstance(p, DistributedTensor) for p in model.parameters()):
+        raise UsageError("torch traces models of this process: cut the model, then send the parts to workers")
+    if names is None:
+        if by == "time":
+            raise UsageError(
+                'by="time" is for an nn.Sequential; of a traced model, name where its parts begin'
+            )
+        names = _blocks(model, n)
+    else:
+        known = [name for name, _ in model.named_modules() if name]
+        for name in names:
+            _index(known, name)
+    spec = {name: _pipelining.SplitPoint.BEGINNING for name in names}
+    with warnings.catch_warnings():
+        # torch warns of the classes in its own graphs, which it copies.
+        warnings.simplefilter("ignore", FutureWarning)
+        # torch leaves its marks in the model that it cuts.
+        own = copy.deepcopy(model)
+        try:
+            pipe = _pipelining.pipeline(own, mb_args=given, split_spec=spec)
+        except RuntimeError as error:
+            raise UsageError(
+                f"torch cannot trace this {type(model).__name__}; write its stages as modules of your own: "
+                f"{error}"
+            ) from None
+        return _traced(pipe, n, names)
+
+
+def _traced(pipe: Any, n: int, names: list[str]) -> list[torch.nn.Module]:
+    """Return the parts of a model that torch has traced."""
+    if pipe.num_stages != n:
+        raise UsageError(
+            f"cut at {names}, torch's trace has {pipe.num_stages} parts, where {n} were asked for"
+        )
+    parts = [pipe.get_stage_module(k) for k in range(n)]
+    require_apart(parts, "part")
+    # What torch's trace has made is held by weak references, and so cannot be sent to a worker.
+    return [copy.deepcopy(part) for part in parts]
+
+
+def _blocks(model: torch.nn.Module, n: int) -> list[str]:
+    """Return the names of blocks at which parts of about as many parameters begin.
+
+    Blocks are the children of the longest `ModuleList` or `Sequential` of the model.
+    """
+    lists = [
+        (name, one)
+        for name, one in model.named_modules()
+        if name and isinstance(one, (torch.nn.ModuleList, torch.nn.Sequential))
+    ]
+    name, found = max(lists, key=lambda pair: len(pair[1]), default=("", torch.nn.ModuleList()))
+    if len(found) < n:
+        raise UsageError(
+            f"{type(model).__name__} has no list of at least {n} blocks to cut between; name where its parts "
+            'begin: by=["layer2", "layer3"]'
+        )
+    weights: list[float] = [sum(p.numel() for p in block.parameters()) for block in found]
+    inside = {id(p) for p in found.parameters()}
+    # What comes before the blocks goes with the first one, and what comes after them with the last one.
+    seen = False
+    for p in model.parameters():
+        if id(p) in inside:
+            seen = True
+        else:
+            weights[-1 if seen else 0] += p.numel()
+    return [f"{name}.{start}" for start in balanced(weights, n)]

@@ -1,0 +1,113 @@
+"""Cutting models into stages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import distruntime as dr
+from distruntime.parallel.split import balanced
+
+
+def test_the_heaviest_part_is_as_light_as_can_be() -> None:
+    assert balanced([1, 1, 1, 1], 2) == [2]
+    assert balanced([9, 1, 1, 1], 2) == [1]
+    assert balanced([1, 2, 3, 4, 5], 3) == [3, 4]
+    # No part is empty, also where nothing has a weight.
+    assert balanced([0, 0, 7], 3) == [1, 2]
+
+
+def test_a_sequential_is_cut_between_its_children() -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+    parts = dr.split(model, 3)
+    assert [list(dict(part.named_children())) for part in parts] == [["0"], ["1", "2"], ["3", "4"]]
+    x = torch.randn(4, 8)
+    assert torch.equal(parts[2](parts[1](parts[0](x))), model(x))
+    keys = [key for part in parts for key in part.state_dict()]
+    assert keys == list(model.state_dict())
+    named = dr.split(model, 2, by=["3"])
+    assert list(dict(named[1].named_children())) == ["3", "4"]
+    (alone,) = dr.split(model, 1)
+    assert torch.equal(alone(x), model(x))
+
+
+class Slow(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(200):
+            x = x @ torch.eye(64) * 1.0
+        return x
+
+
+def test_by_time_the_slow_child_stands_alone() -> None:
+    model = nn.Sequential(nn.ReLU(), nn.ReLU(), Slow(), nn.ReLU())
+    first, second, third = dr.split(model, 3, by="time", example=torch.randn(64, 64))
+    assert "2" in dict(second.named_children()) and len(second) == 1  # type: ignore[arg-type]
+    assert len(first) == 2 and len(third) == 1  # type: ignore[arg-type]
+
+
+def test_by_time_on_a_worker(session: object) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to("remote")
+    parts = dr.split(model, 2, by="time", example=torch.ones(2, 4, device="remote"))
+    assert [len(part) for part in parts] == [1, 1]  # type: ignore[arg-type]
+
+
+class Blocks(nn.Module):
+    def __init__(self, n: int = 4) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(50, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(n))
+        self.head = nn.Linear(8, 50, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.emb(tokens)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return self.head(x)
+
+
+def test_any_other_model_is_traced_and_its_parts_go_to_workers(session: object) -> None:
+    model, tokens = Blocks(), torch.randint(50, (8, 3))
+    parts = dr.split(model, 2, example=tokens[:4])
+    stages = [part.to(dr.place(k, "cpu")) for k, part in enumerate(parts)]
+    pipe = dr.pipeline(
+        stages, 2, loss_fn=lambda out, y: nn.functional.cross_entropy(out.flatten(0, 1), y.flatten())
+    )
+    target = torch.randint(50, (8, 3))
+    output = pipe.step(tokens, target=target)
+    expected = model(tokens)
+    torch.testing.assert_close(output.cpu(), expected.detach())
+    nn.functional.cross_entropy(expected.flatten(0, 1), target.flatten()).backward()
+    grads = {name: p.grad for stage in stages for name, p in stage.named_parameters()}
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(grads[name].cpu(), p.grad)
+    # The model is as it was, so it can be cut again.
+    assert [
+        len(list(part.parameters())) > 0 for part in dr.split(model, 3, ["layers.1", "head"], example=tokens)
+    ]
+
+
+def test_what_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(dr.UsageError, match="cuts a module, got int"):
+        dr.split(3, 2)  # type: ignore[arg-type]
+    with pytest.raises(dr.UsageError, match="from 1 on, got 0"):
+        dr.split(model, 0)
+    with pytest.raises(dr.UsageError, match="2 children cannot be cut into 3 parts"):
+        dr.split(model, 3)
+    with pytest.raises(dr.UsageError, match="got 'size'"):
+        dr.split(model, 2, by="size")
+    with pytest.raises(dr.UsageError, match="begin at 1 names"):
+        dr.split(model, 2, by=["0", "1"])
+    with pytest.raises(dr.UsageError, match="no child 'x' to begin a part with; it has 0, 1"):
+        dr.split(model, 2, by=["x"])
+    with pytest.raises(dr.UsageError, match="after its first child"):
+        dr.split(model, 2, by=["0"])
+    with pytest.raises(dr.UsageError, match=r"example=x"):
+        dr.split(model, 2, by="time")
+    with pytest.raises(dr.UsageError, match=r"is no nn.Sequential"):
+        dr.split(Blocks(), 2)
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    with pytest.raises(dr.UsageError, match=r"1.weight of part 1 is also 0.weight of part 0"):
+        dr.split(tied, 2)

@@ -76,11 +76,28 @@ def ask(call: Call) -> Any:
 
 
 def _asked(call: Call) -> Any:
-    cls, func, args, kwargs, place = call.cls, call.func, call.args, call.kwargs, call.place
-    node = place.node
-    if node.members:
+    if call.place.node.members:
         return _ask_each(call)
-    schema = func._schema
+    results, outcome = _asked_of_one(call)
+    _remember(call, outcome)
+    return results
+
+
+def _remember(call: Call, outcome: Outcome | None) -> None:
+    """Note what a call returns, for the next one of its signature; None: that may be something else then."""
+    if call.signature is None or outcome is None:
+        return
+    func, cls, node = call.func, call.cls, call.place.node
+    pattern = results_pattern(outcome.results, outcome.single, outcome.written)
+    with node.lock:
+        number, _ = template(func, cls, call.args, call.kwargs, pattern, node)
+        call.place.signatures[call.signature] = entry_for(func, cls, call.args, number, outcome)
+
+
+def _asked_of_one(call: Call) -> tuple[Any, Outcome | None]:
+    """Ask one worker; return what the call gives, and what another one like it will."""
+    cls, func, args, kwargs, place = call.cls, call.func, call.args, call.kwargs, call.place
+    node, schema = place.node, func._schema
     # These are deterministic: only the meta kernel was wrong.
     deterministic = any(schema.name in liars for liars in (LIARS, LIARS_OF_DTYPES, LIARS_ON_GPUS))
     if recorded.name and not deterministic:
@@ -137,14 +154,10 @@ def _asked(call: Call) -> Any:
         results.append(New(handle.spec, alias))
     if len(own) > 1:
         relate(own)
-    if call.signature is not None and deterministic and not schema.is_mutable:
-        outcome = Outcome(results, count == 1, written, ())
-        with node.lock:
-            number, _ = template(func, cls, args, kwargs, results_pattern(results, count == 1, written), node)
-            place.signatures[call.signature] = entry_for(func, cls, args, number, outcome)
+    outcome = Outcome(results, count == 1, written, ()) if deterministic and not schema.is_mutable else None
     if listed:
-        return out
-    return out[0] if count == 1 else tuple(out)
+        return out, outcome
+    return (out[0] if count == 1 else tuple(out)), outcome
 
 
 def _ask_each(call: Call) -> Any:
@@ -153,6 +166,7 @@ def _ask_each(call: Call) -> Any:
     mesh_log = home.node
     assert isinstance(mesh_log, MeshLog)
     found: list[Any] = []
+    outcomes: list[Outcome | None] = []
     # Each member's proxy has, by its id, the mesh's tensor here.
     whole: dict[int, Any] = {}
     for k, place in enumerate(mesh_log.members):
@@ -160,8 +174,13 @@ def _ask_each(call: Call) -> Any:
         own = [_at_member(value, cls, home, k, place, whole) for value in call.args]
         named = {name: _at_member(value, cls, home, k, place, whole) for name, value in call.kwargs.items()}
         # The arguments are held, as their ids are keys.
-        found.append((_asked(Call(cls, func, own, named, there, None, call.line)), own, named))
-    return _joined(cls, func, mesh_log, home, [results for results, _, _ in found], whole)
+        results, outcome = _asked_of_one(Call(cls, func, own, named, there, None, call.line))
+        found.append((results, own, named))
+        outcomes.append(outcome)
+    joined = _joined(cls, func, mesh_log, home, [results for results, _, _ in found], whole)
+    # The members have returned alike, or this had raised.
+    _remember(call, outcomes[0])
+    return joined
 
 
 def _at_member(value: Any, cls: Any, home: Residence, k: int, place: Place, whole: dict[int, Any]) -> Any:

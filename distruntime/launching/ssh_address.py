@@ -6,7 +6,7 @@ import re
 import shlex
 from dataclasses import dataclass
 from typing import final
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from ..errors import ConfigurationError
 
@@ -81,6 +81,11 @@ class SshAddress:
     def shown(self) -> str:
         """The address without its options."""
         return self.text.partition("?")[0].rstrip("/")
+
+    def changed(self, name: str, value: str) -> str:
+        """Return the address with another Python (`python=`), or with an environment (`setup=auto`)."""
+        others = {option: said for option, said in self.options.items() if option not in ("python", "setup")}
+        return f"{self.shown}?{urlencode({name: value, **others}, safe='/:,~')}"
 
     @property
     def command(self) -> str:

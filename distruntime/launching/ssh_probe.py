@@ -144,21 +144,17 @@ def best(found: Iterable[Interpreter]) -> Interpreter | None:
 def lacking(address: SshAddress, found: Interpreter | None) -> ConfigurationError:
     """Return the error that says what is missing there, and what to do."""
     named = address.options.get("python")
-    auto = f"{address.shown}?setup=auto"
+    auto, another = address.changed("setup", "auto"), address.changed("python", "/path/to/python")
     if found is None:
         what = f"there is no Python at {named}" if named else "it has no python3"
         return ConfigurationError(
-            f"{address.shown}: {what}. Install Python 3.10 or newer there, or name one: "
-            f"{address.shown}?python=/path/to/python"
+            f"{address.shown}: {what}. Install Python 3.10 or newer there, or name one: {another}"
         )
     here = f"{address.shown}: Python {'.'.join(map(str, found.version))} at {found.executable}"
     if not found.is_new_enough:
-        return ConfigurationError(
-            f"{here} is too old, expected 3.10 or newer. Name another one: "
-            f"{address.shown}?python=/path/to/python"
-        )
+        return ConfigurationError(f"{here} is too old, expected 3.10 or newer. Name another one: {another}")
     make = f"or let distruntime make an environment there: {auto}"
-    other = f"name another Python, {address.shown}?python=/path/to/python, {make}"
+    other = f"name another Python, {another}, {make}"
     wanted = f"expected {LEAST_TORCH[0]}.{LEAST_TORCH[1]} to 2.{FIRST_UNKNOWN_TORCH[1] - 1}"
     if not found.torch:
         return ConfigurationError(f"{here} has no torch, {wanted}. Install it there, {other}")

@@ -25,8 +25,11 @@ from .wheel import requirements, wheel
 _SILENCE = 600.0
 # An error quotes the last of so many lines.
 _KEPT = 40
-# These lines of pip's and uv's tell what takes long.
-_TOLD = re.compile(r"\s*(Downloading .*?\S+ \(.*\)|Installing collected packages|Downloading \S+ \(\S+)")
+# A line of pip's or uv's tells of a download so: "Downloading torch-2.13.0-cp311-....whl (191.8 MB)".
+_DOWNLOAD = re.compile(r"\s*Downloading (?:\S*/)?(\S+) \(([\d.]+) ?([MG])i?B\)")
+# A download of so many megabytes takes long.
+_LARGE = 10.0
+_INSTALL = "Installing collected packages: "
 
 # The shell's E is the environment, B the Python that makes it, S the folder with the torch that it uses.
 _MAKE = r"""
@@ -85,8 +88,8 @@ def set_up(
                 tell(rest)
             elif word == "out":
                 last.append(rest)
-                if _TOLD.match(rest):
-                    tell(rest.strip()[:100])
+                if step := long_step(rest):
+                    tell(step)
             elif word == "exit":
                 raise _failed(address, doing, rest, list(last), base)
             if word in ("step", "out"):
@@ -99,6 +102,18 @@ def set_up(
                 f"{address.shown}: nothing was heard for {_SILENCE:.0f} s while {doing}; its last line: "
                 + (last[-1] if last else "none")
             )
+
+
+def long_step(line: str) -> str:
+    """Return what takes long by a line of pip's or uv's; "" where that does not."""
+    found = _DOWNLOAD.match(line)
+    if found is not None:
+        name, size, unit = found.groups()
+        # The rest of a wheel's name says for which machines it is.
+        short = "-".join(name.split("-")[:2]) if name.endswith(".whl") else name
+        return f"downloading {short} ({size} {unit}B)" if unit == "G" or float(size) >= _LARGE else ""
+    count = line.count(",") + 1
+    return f"installing {count} packages" if line.startswith(_INSTALL) and count > 1 else ""
 
 
 def _script(base: Interpreter | None) -> str:
@@ -162,5 +177,5 @@ def _failed(
     line = next(iter(errors), next((line for line in reversed(last) if line.strip()), "it said nothing"))
     return ConfigurationError(
         f"{address.shown}: {doing} failed (exit code {code}): {line.strip()}. Make the environment by hand, "
-        f"and name its Python: {address.shown}?python=/path/to/python"
+        f"and name its Python: {address.changed('python', '/path/to/python')}"
     )

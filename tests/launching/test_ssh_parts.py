@@ -14,6 +14,7 @@ import distruntime as dr
 from distruntime.launching.ssh_address import SshAddress
 from distruntime.launching.ssh_failures import explained
 from distruntime.launching.ssh_probe import best, interpreters, lacking, script
+from distruntime.launching.ssh_setup import long_step
 from distruntime.launching.wheel import VERSION, requirements, wheel
 from distruntime.version import __version__
 
@@ -29,6 +30,40 @@ def test_what_an_address_says() -> None:
     assert full.options == {"devices": "cuda:0,cuda:1", "max_memory": "50%", "setup": "auto"}
     assert full.command == "ssh -p 2222 me@gpu-1.lab"
     assert SshAddress.parse("ssh://[fe80::1]:22").host == "fe80::1"
+
+
+def test_an_address_that_is_proposed_keeps_the_other_options() -> None:
+    assert SshAddress.parse("ssh://gpubox").changed("setup", "auto") == "ssh://gpubox?setup=auto"
+    text = "ssh://gpubox?python=~/old/python&devices=cuda:0,cuda:1&max_memory=50%25"
+    proposed = SshAddress.parse(text).changed("setup", "auto")
+    assert proposed == "ssh://gpubox?setup=auto&devices=cuda:0,cuda:1&max_memory=50%25"
+    assert SshAddress.parse(proposed).options["max_memory"] == "50%"
+    said = str(lacking(SshAddress.parse("ssh://gpubox?simulate_cuda=2"), None))
+    assert said.endswith("or name one: ssh://gpubox?python=/path/to/python&simulate_cuda=2")
+
+
+@pytest.mark.parametrize(
+    "line, told",
+    [
+        (
+            "  Downloading torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl (887.9 MB)",
+            "torch-2.13.0 (887.9 MB)",
+        ),
+        ("Downloading https://host/nvidia_cublas-13.0-py3-none.whl (1.2 GB)", "nvidia_cublas-13.0 (1.2 GB)"),
+        (" Downloading nvidia-cudnn-cu13 (350.1MiB)", "nvidia-cudnn-cu13 (350.1 MB)"),
+        ("Downloading numpy-2.4.6-cp311-cp311-linux_x86_64.whl (16.9 MB)", "numpy-2.4.6 (16.9 MB)"),
+        ("  Downloading tqdm-4.70.1-py3-none-any.whl (80 kB)", ""),
+        ("Downloading sympy-1.14.0-py3-none-any.whl (6.3 MB)", ""),
+        ("Collecting numpy", ""),
+    ],
+)
+def test_a_download_that_takes_long_is_told(line: str, told: str) -> None:
+    assert long_step(line) == (f"downloading {told}" if told else "")
+
+
+def test_an_installation_of_many_packages_is_told() -> None:
+    assert long_step("Installing collected packages: mpmath, tqdm, torch") == "installing 3 packages"
+    assert long_step("Installing collected packages: distruntime") == ""
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import _backward
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
@@ -118,6 +119,9 @@ class Stage(_Base):  # type: ignore[misc]
         """Run the module on one micro-batch and return what it returns. Return at once."""
         k = self.stage_index
         given = self.bring(args, f"an input of stage {k}") if self.is_first else self._given.pop(fwd_chunk_id)
+        if self.has_backward and isinstance(self.submod, FSDPModule):
+            # From torch 2.15 on, FSDP2 wants to know that somebody else says when a step's last pass is done.
+            getattr(self.submod, "set_manual_backward_finalization", bool)(True)
         named = {name: value for name, value in (kwargs or {}).items() if self.takes(name)}
         output = self.forward_maybe_with_nosync(*given, **self.bring(named, f"an input of stage {k}"))
         handed = (
@@ -232,7 +236,8 @@ class Stage(_Base):  # type: ignore[misc]
 
 def _used(leaves: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the inputs that have a part in some outputs."""
-    left = [t.grad_fn for t in outputs]
+    # An output may be an input itself, which has no function that made it.
+    left = [_node_of(t) for t in outputs]
     met = set()
     while left:
         node = left.pop()

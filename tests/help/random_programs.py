@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 import distruntime as dr
@@ -1248,6 +1249,45 @@ class OnMeshes(Base):
                 locals_[k], memories[k] = a.locals[row[root]].clone(), Memory(a.memories[row[root]].poisoned)
         self.keep_whole(a.mesh, remote, locals_, memories)
 
+    @operation(0.4)
+    def mesh_shift(self) -> None:
+        a, by = self.whole(), self.random.randrange(-2, 4)
+        lines, wrap = self.along(a), self.chance(0.5)
+        self.say(a, lines, by, wrap)
+        with self.where_mesh(a.mesh):
+            remote = dr.lines.shift(lines, a.remote, by, wrap=wrap)
+        locals_, memories = list(a.locals), list(a.memories)
+        for row in lines.rows:
+            poisoned = any(a.memories[k].poisoned for k in row)
+            for rank, k in enumerate(row):
+                given = a.locals[row[(rank - by) % len(row)]]
+                inside = wrap or 0 <= rank - by < len(row)
+                locals_[k], memories[k] = (given if inside else given * 0).clone(), Memory(poisoned)
+        self.keep_whole(a.mesh, remote, locals_, memories)
+
+    @operation(0.4)
+    def mesh_sum_beside(self) -> None:
+        """A reduction goes to a stream of the mesh's own, between what writes its operand and reads it."""
+        a, k = self.whole(), self.random.randrange(1, 9)
+        if a.locals[0].dtype != torch.int64:
+            return
+        mesh = self.world.meshes[a.mesh]
+        group = mesh.get_group(self.random.randrange(len(mesh.shape)))
+        self.say(a, k)
+        with self.where_mesh(a.mesh):
+            remote = a.remote * k
+            work = dist.all_reduce(remote, group=group, async_op=True)
+            beside = a.remote + k
+            work.wait()
+            remote.add_(beside)
+        locals_, memories = list(a.locals), list(a.memories)
+        for row in group.lines.rows:
+            total = torch.stack([a.locals[member] * k for member in row]).sum(0)
+            poisoned = any(a.memories[member].poisoned for member in row)
+            for member in row:
+                locals_[member], memories[member] = total + (a.locals[member] + k), Memory(poisoned)
+        self.keep_whole(a.mesh, remote, locals_, memories)
+
     @operation(0.8)
     def mesh_free(self) -> None:
         if len(self.wholes) > 2:
@@ -1442,6 +1482,35 @@ class Deriving(Base):
             assert twin.grad is not None
             self.keep(m.place, leaf.grad, twin.grad)
 
+    @operation(0.3)
+    def pipelined(self) -> None:
+        """A step of a pipeline over some places, with small whole numbers, whose sums are exact."""
+        count = self.random.randrange(1, min(4, len(self.world.places)) + 1)
+        places = self.random.sample(self.world.places, count)
+        parts = self.random.randrange(count, 5)
+        schedule = self.random.choice(("1F1B", "GPipe", "InterleavedZeroBubble", "LoopedBFS"))
+
+        def small(rows: int) -> torch.Tensor:
+            return torch.tensor(
+                [[float(self.random.randrange(-3, 4)) for _ in range(3)] for _ in range(rows)]
+            )
+
+        weights, x, y = [small(1) for _ in places], small(2 * parts), small(2 * parts)
+        self.say(schedule, parts, *places)
+        twins, stages = [Times(w.clone()) for w in weights], [Times(w.clone()) for w in weights]
+        (torch.nn.Sequential(*twins)(x) * y).sum().backward()
+        pipe = dr.pipeline(
+            [stage.to(place) for stage, place in zip(stages, places)],
+            parts,
+            schedule,
+            lambda output, target: (output * target).sum(),
+            scale_grads=False,
+        )
+        pipe.step(x, target=y, return_outputs=False)
+        for stage, twin, place in zip(stages, twins, places):
+            assert twin.weight.grad is not None
+            self.keep(place, stage.weight.grad, twin.weight.grad)
+
     @operation(0.4)
     def gradient_through_members(self) -> None:
         """A mesh's tensor and its members are one history, as a tensor and its rows are."""
@@ -1485,6 +1554,17 @@ class Deriving(Base):
             self.keep(place, whole.grad.member(k) + 0, stack.grad[k] + 0)
             if twins[k].grad is not None:
                 self.keep(place, weights[k].grad, twins[k].grad)  # type: ignore[arg-type]
+
+
+class Times(torch.nn.Module):
+    """A stage of a pipeline: it multiplies."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight + x
 
 
 def _scaled(x: torch.Tensor, y: torch.Tensor, k: int = 3) -> torch.Tensor:

@@ -47,7 +47,7 @@ def test_what_is_public_of_the_rooms_is_imported_as_users_import() -> None:
 def test_the_suites_for_plug_points_are_all_public() -> None:
     suites = [name for name in vars(testing) if name.startswith("check_")]
     assert sorted(testing.__all__) == sorted(suites)
-    assert suites == ["check_adjoint", "check_data_channel", "check_launcher"]
+    assert suites == ["check_adjoint", "check_collectives", "check_data_channel", "check_launcher"]
 
 
 def test_completion_at_a_prompt_offers_the_public_names_only() -> None:

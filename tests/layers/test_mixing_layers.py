@@ -223,7 +223,8 @@ def _serial() -> torch.nn.Sequential:
 )
 def test_five_steps_of_training_are_the_serial_ones(optimizer: Any, shape: tuple[int, ...]) -> None:
     P = spaced(shape)
-    one, rows = over([0], (1, 1, 1, 1)), over([0], (1, 1))
+    # The last layer's weights are elsewhere, so that a norm is one over several places.
+    one, rows = over([5], (1, 1, 1, 1)), over([5], (1, 1))
     torch.manual_seed(0)
     theirs, ours = _serial().double(), _network(P, rows, one).double()
     ours.load_state_dict(theirs.state_dict())
@@ -234,10 +235,14 @@ def test_five_steps_of_training_are_the_serial_ones(optimizer: Any, shape: tuple
         expected = torch.nn.functional.cross_entropy(theirs(x), y)
         loss = entropy(ours(P.scatter(x)), y)
         torch.testing.assert_close(loss.detach().cpu(), expected.detach())
-        for value, own in ((expected, steps[0]), (loss, steps[1])):
+        norms = []
+        for value, own, model in ((expected, steps[0], theirs), (loss, steps[1], ours)):
             own.zero_grad()
             value.backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
             own.step()
+        # One of the systems before this one adds norms, where squares are to be added.
+        torch.testing.assert_close(norms[1].cpu(), norms[0])
     for (name, p), q in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
         torch.testing.assert_close(p.cpu(), q, msg=lambda m, n=name: f"{n}: {m}")
     # Onto another partition, through a file.

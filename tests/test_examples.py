@@ -73,7 +73,7 @@ ALONE = [example for example in EXAMPLES if example.stem != "02_digits"]
 TWINS = {
     *("06_data_parallel", "07_pipeline", "09_mesh", "10_tensor_parallel", "11_fsdp"),
     "13_parameter_server",
-    "18_schedules",
+    *("17_cut_convolution", "18_schedules"),
     "20_ddp",
 }
 LONG = {

@@ -8,7 +8,7 @@ import torch
 
 from ..collectives import primitives
 from ..collectives.partition import Partition
-from ..errors import UsageError
+from ..errors import UsageError, without_our_frames
 from .weights import partition
 
 
@@ -23,6 +23,7 @@ class Each(torch.nn.Module):
         UsageError: a module that has parameters or buffers, since each place would need its own.
     """
 
+    @without_our_frames
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
         held = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
@@ -33,6 +34,7 @@ class Each(torch.nn.Module):
             )
         self.module = module
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return what the module returns for each shard. Return at once."""
         if isinstance(xs, torch.Tensor):
@@ -48,10 +50,12 @@ class Repartition(torch.nn.Module):
         P_y: how the outputs are.
     """
 
+    @without_our_frames
     def __init__(self, P: Partition, P_y: Partition) -> None:
         super().__init__()
         self.P, self.P_y = partition(P), partition(P_y, "P_y")
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the shards of the same tensor over the other partition. Return at once."""
         return primitives.repartition(xs, self.P, self.P_y)

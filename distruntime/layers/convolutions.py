@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ..collectives.partition import Partition
-from ..errors import NotSupportedError, UsageError
+from ..errors import NotSupportedError, UsageError, without_our_frames
 from .channels import Mixing
 from .exchange import windowed
 from .halos import Slab
@@ -83,7 +83,13 @@ class _Convolution(torch.nn.Module):
 
     def _outputs(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         given = self.P.check(xs, "xs")
-        require_dims(given[0].dim(), type(self).__name__, self.space + 2)
+        name = type(self).__name__
+        require_dims(given[0].dim(), name, self.space + 2)
+        channels = sum(self.P.cuts(given)[1])
+        if channels != self.in_channels:
+            raise UsageError(
+                f"{name} has {self.in_channels} input channels, and the shards have {channels} together"
+            )
         return self.mixing(given, self.weight, self.bias, self._locally)
 
     def _locally(
@@ -114,6 +120,7 @@ class _Convolution(torch.nn.Module):
 class _Forward(_Convolution):
     """A convolution."""
 
+    @without_our_frames
     def __init__(
         self,
         P: Partition,
@@ -172,6 +179,7 @@ class _Transposed(_Convolution):
 
     rows = 1
 
+    @without_our_frames
     def __init__(
         self,
         P: Partition,
@@ -243,6 +251,7 @@ class Conv1d(_Forward, torch.nn.Conv1d):
 
     space = 1
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
         """Return the shards of the outputs. Return at once."""
         return self._outputs(xs)
@@ -269,6 +278,7 @@ class Conv2d(_Forward, torch.nn.Conv2d):
 
     space = 2
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
         """Return the shards of the outputs. Return at once."""
         return self._outputs(xs)
@@ -279,6 +289,7 @@ class Conv3d(_Forward, torch.nn.Conv3d):
 
     space = 3
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
         """Return the shards of the outputs. Return at once."""
         return self._outputs(xs)
@@ -289,6 +300,7 @@ class ConvTranspose1d(_Transposed, torch.nn.ConvTranspose1d):
 
     space = 1
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
         """Return the shards of the outputs. Return at once."""
         return self._outputs(xs)
@@ -299,6 +311,7 @@ class ConvTranspose2d(_Transposed, torch.nn.ConvTranspose2d):
 
     space = 2
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
         """Return the shards of the outputs. Return at once."""
         return self._outputs(xs)
@@ -309,6 +322,7 @@ class ConvTranspose3d(_Transposed, torch.nn.ConvTranspose3d):
 
     space = 3
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
         """Return the shards of the outputs. Return at once."""
         return self._outputs(xs)

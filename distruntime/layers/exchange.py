@@ -168,7 +168,13 @@ def _beside(on: Partition, beside: bool, run: Callable[[], None]) -> None:
     if not beside:
         run()
         return
-    events: dict[Place, Event] = aside(groups_of(on.session).streams, on.homes, False, run)
+    streams = groups_of(on.session).streams
+    for home in on.homes:
+        own = streams.get(home.place)
+        if own is not None and own.residence.node is not home.node:
+            # Another worker is in the node's place.
+            del streams[home.place]
+    events: dict[Place, Event] = aside(streams, on.homes, False, run)
     for home in on.homes:
         order = home.node.order
         if order is not None and not order.implicit:

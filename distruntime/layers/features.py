@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from ..collectives import primitives
 from ..collectives.partition import Partition
-from ..errors import UsageError
+from ..errors import UsageError, without_our_frames
 from .channels import Mixing
 from .weights import Copies, partition, require_default
 
@@ -37,6 +37,7 @@ class Linear(torch.nn.Linear):
         UsageError: a partition or shards that do not fit.
     """
 
+    @without_our_frames
     def __init__(
         self,
         P: Partition,
@@ -55,6 +56,7 @@ class Linear(torch.nn.Linear):
         super().__init__(in_features, out_features, bias, device=mixing.home, dtype=dtype)
         self.P, self.mixing = P, mixing
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> Tensors:  # type: ignore[override]
         """Return the shards of the outputs. Return at once."""
         given = self.P.check(xs, "xs")
@@ -87,6 +89,7 @@ class Embedding(torch.nn.Embedding):
         UsageError: a partition that does not fit. NotSupportedError: `max_norm`, `sparse`.
     """
 
+    @without_our_frames
     def __init__(
         self,
         P: Partition,
@@ -113,6 +116,7 @@ class Embedding(torch.nn.Embedding):
         self._copies = Copies(target, [None, None if P_y is None else P_y.dim - 1])
         self._source = None if P_y is None else Partition(P.places, (*P.shape, 1))
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> Tensors:  # type: ignore[override]
         """Return the shards of the outputs. Return at once."""
         given: Tensors = list(self.P.check(xs, "xs"))

@@ -12,7 +12,7 @@ from ..collectives import functional, primitives
 from ..collectives.partition import Partition
 from ..collectives.plans import Cuts, coordinates, number, slices_of
 from ..collectives.reductions import ReduceOp
-from ..errors import UsageError
+from ..errors import UsageError, without_our_frames
 from .weights import Copies, partition, require_default
 
 Tensors = list[torch.Tensor]
@@ -54,11 +54,13 @@ class MSELoss(_Loss):
         P: how the inputs are partitioned.
     """
 
+    @without_our_frames
     def __init__(self, P: Partition, reduction: str = "mean") -> None:
         super().__init__()
         self.reduction = _reduction(reduction)
         self._note(partition(P))
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor], target: Targets) -> torch.Tensor | Tensors:
         """Return the loss. Return at once, but for a local target's way."""
         given = self.P.check(xs, "xs")
@@ -84,6 +86,7 @@ class CrossEntropyLoss(_Loss):
         NotSupportedError: `weight` or `label_smoothing` where classes are cut.
     """
 
+    @without_our_frames
     def __init__(
         self,
         P: Partition,
@@ -105,6 +108,7 @@ class CrossEntropyLoss(_Loss):
 
     weight: torch.Tensor | None
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor], target: Targets) -> torch.Tensor | Tensors:
         """Return the loss. Return at once, but for a local target's way."""
         given: Tensors = list(self.P.check(xs, "xs"))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ..collectives.partition import Partition
-from ..errors import UsageError
+from ..errors import UsageError, without_our_frames
 from .moments import mean_square, moments
 from .weights import Copies, partition, require_balanced
 
@@ -22,6 +22,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 class _Batch(torch.nn.modules.batchnorm._BatchNorm):
     """What the three batch norms share."""
 
+    @without_our_frames
     def __init__(
         self,
         P: Partition,
@@ -58,7 +59,7 @@ class _Batch(torch.nn.modules.batchnorm._BatchNorm):
         count = prod(size) // max(size[1], 1)
         if self.training and count == 1:
             # torch says it so.
-            raise ValueError(
+            raise UsageError(
                 f"Expected more than 1 value per channel when training, got input size {torch.Size(size)}"
             )
         wide = [x.float() if x.dtype in _NARROW else x for x in given]
@@ -88,6 +89,7 @@ class _Batch(torch.nn.modules.batchnorm._BatchNorm):
 class BatchNorm1d(_Batch, torch.nn.BatchNorm1d):
     """`torch.nn.BatchNorm1d` over shards of (batch, channels[, length]). See `BatchNorm2d`."""
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> Tensors:  # type: ignore[override]
         """Return the shards of the outputs. Return at once."""
         return self._outputs(xs)
@@ -106,6 +108,7 @@ class BatchNorm2d(_Batch, torch.nn.BatchNorm2d):
         UsageError: channels that are not cut in a balanced way, or not `num_features` of them.
     """
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> Tensors:  # type: ignore[override]
         """Return the shards of the outputs. Return at once."""
         return self._outputs(xs)
@@ -114,6 +117,7 @@ class BatchNorm2d(_Batch, torch.nn.BatchNorm2d):
 class BatchNorm3d(_Batch, torch.nn.BatchNorm3d):
     """`torch.nn.BatchNorm3d` over shards of (batch, channels, depth, height, width). See `BatchNorm2d`."""
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> Tensors:  # type: ignore[override]
         """Return the shards of the outputs. Return at once."""
         return self._outputs(xs)
@@ -160,6 +164,7 @@ class LayerNorm(_Last, torch.nn.LayerNorm):
         UsageError: a partition or shards that do not fit.
     """
 
+    @without_our_frames
     def __init__(
         self,
         P: Partition,
@@ -174,6 +179,7 @@ class LayerNorm(_Last, torch.nn.LayerNorm):
         torch.nn.LayerNorm.__init__(self, shape, eps, elementwise_affine, bias, device=home, dtype=dtype)
         self._note(P)
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> Tensors:  # type: ignore[override]
         """Return the shards of the outputs. Return at once."""
         given = self._given(xs)
@@ -197,6 +203,7 @@ class LayerNorm(_Last, torch.nn.LayerNorm):
 class RMSNorm(_Last, torch.nn.RMSNorm):
     """`torch.nn.RMSNorm` over shards; the normalized dimensions may be cut, too. See `LayerNorm`."""
 
+    @without_our_frames
     def __init__(
         self,
         P: Partition,
@@ -210,6 +217,7 @@ class RMSNorm(_Last, torch.nn.RMSNorm):
         torch.nn.RMSNorm.__init__(self, shape, eps, elementwise_affine, device=home, dtype=dtype)
         self._note(P)
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> Tensors:  # type: ignore[override]
         """Return the shards of the outputs. Return at once."""
         given = self._given(xs)

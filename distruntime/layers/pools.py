@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ..collectives.partition import Partition
+from ..errors import without_our_frames
 from .convolutions import Many, padded, pads_of
 from .exchange import windowed
 from .halos import Slab
@@ -58,6 +59,7 @@ class _Pool(torch.nn.Module):
 class _Max(_Pool):
     """The largest of each window."""
 
+    @without_our_frames
     def __init__(
         self,
         P: Partition,
@@ -90,6 +92,7 @@ class _Mean(_Pool):
 
     count_include_pad: bool
 
+    @without_our_frames
     def __init__(
         self,
         P: Partition,
@@ -128,6 +131,7 @@ class MaxPool1d(_Max, torch.nn.MaxPool1d):
 
     space = 1
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
         """Return the shards of the outputs. Return at once."""
         return self._outputs(xs)
@@ -146,6 +150,7 @@ class MaxPool2d(_Max, torch.nn.MaxPool2d):
 
     space = 2
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
         """Return the shards of the outputs. Return at once."""
         return self._outputs(xs)
@@ -156,6 +161,7 @@ class MaxPool3d(_Max, torch.nn.MaxPool3d):
 
     space = 3
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
         """Return the shards of the outputs. Return at once."""
         return self._outputs(xs)
@@ -166,6 +172,7 @@ class AvgPool1d(_Mean, torch.nn.AvgPool1d):
 
     space = 1
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
         """Return the shards of the outputs. Return at once."""
         return self._outputs(xs)
@@ -181,6 +188,7 @@ class AvgPool2d(_Mean, torch.nn.AvgPool2d):
 
     space = 2
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
         """Return the shards of the outputs. Return at once."""
         return self._outputs(xs)
@@ -191,6 +199,7 @@ class AvgPool3d(_Mean, torch.nn.AvgPool3d):
 
     space = 3
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
         """Return the shards of the outputs. Return at once."""
         return self._outputs(xs)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..collectives.partition import Partition
-from ..errors import NotSupportedError, UsageError
+from ..errors import NotSupportedError, UsageError, without_our_frames
 from .exchange import windowed
 from .halos import Slab
 from .weights import partition
@@ -35,6 +35,7 @@ class Upsample(torch.nn.Upsample):
         NotSupportedError: another mode, and `recompute_scale_factor`.
     """
 
+    @without_our_frames
     def __init__(
         self,
         P: Partition,
@@ -60,6 +61,7 @@ class Upsample(torch.nn.Upsample):
         super().__init__(size, scale_factor, mode, align_corners)
         self.P, self.overlap = partition(P), overlap
 
+    @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
         """Return the shards of the outputs. Return at once."""
         given = self.P.check(xs, "xs")

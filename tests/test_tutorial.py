@@ -45,8 +45,9 @@ def programs(folder: Path) -> Path:
 
 
 def shown(text: str) -> list[str]:
-    # The page's reader has installed it elsewhere.
-    return of_any_machine(re.sub(r"\S+/bin/python\S*", "PYTHON", text))
+    # The page's reader has installed it elsewhere. A busy machine makes the program wait more often.
+    text = re.sub(r"\S+/bin/python\S*", "PYTHON", text)
+    return of_any_machine(re.sub(r"waited for them \d+ times?", "waited for them", text))
 
 
 @pytest.mark.timeout(300)
@@ -61,6 +62,6 @@ def test_the_tutorial_can_be_followed_from_top_to_bottom(account: Account, tmp_p
         if step.text.startswith(FIGURES):
             assert shown(text)[1] == shown(step.shows)[1], text
         else:
-            assert shown(text) == shown(step.shows), step.text
+            assert shown(text) == shown(step.shows), f"{step.text}\n{text}"
     until(lambda: not account.processes(), 30.0)
     assert account.left() == []

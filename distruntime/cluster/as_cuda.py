@@ -69,7 +69,7 @@ def summary() -> str:
     names = ", ".join(f"{name} ({count})" for name, count in sorted(_pretended.items()))
     return (
         f'"cuda" meant the workers: {next_ref() - _first[0] - 1} values were made there, and this process '
-        f"waited for them {waits} times. "
+        f"waited for them {waits} time{'' if waits == 1 else 's'}. "
         + (f"Only pretended: {names}" if names else "Nothing only pretended")
     )
 

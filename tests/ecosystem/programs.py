@@ -22,7 +22,7 @@ HALF = 2e-2
 # A script that trains makes more values than this on its worker. One that only sends its data there does not.
 FEW = 300
 # The last line that `distruntime run --as-cuda` says.
-_SUMMARY = re.compile(r"(\d+) values were made there, and this process waited for them (\d+) times. (.*)")
+_SUMMARY = re.compile(r"(\d+) values were made there, and this process waited for them (\d+) times?. (.*)")
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def of_any_machine(text: str) -> list[str]:
     lines = [line.replace(socket.gethostname(), "vm") for line in lines]
     # A dot is shown for each moment of a wait.
     lines = [re.sub(r"(?<=worker)(s?) [. ]*", r"\1 ", line) for line in lines]
-    figure = r"-?\d+\.\d*(e[-+]?\d+)?|(?<=, up )\d+(?= s)"
+    figure = r"-?\d+\.\d*(e[-+]?\d+)?|(?<=, up )[^,]+"
     return [re.sub(r"\s+", " ", re.sub(figure, "#", line)).strip() for line in lines]
 
 

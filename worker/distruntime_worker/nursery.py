@@ -241,4 +241,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    # The master waits for this process at its own end. So all that was imported is not taken apart, which
+    # would also copy the memory that workers share.
+    leave(main(sys.argv[1:]))

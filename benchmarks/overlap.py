@@ -11,9 +11,9 @@ from .harness import Figure, seconds
 from .sleeping import slow_channel
 
 # A reduction takes so many seconds, and a layer's backward pass about as many.
-SLOW, LAYERS = 0.06, 16
-# The weight of a layer fills a bucket of its own: 0.25 MiB. Its input is a square of this size.
-SIZE = 256
+SLOW, LAYERS = 0.05, 12
+# The weight of a layer fills a bucket of its own: 1 MiB. Its input is a square of this size.
+SIZE = 512
 
 
 class Layer(torch.nn.Module):
@@ -38,7 +38,7 @@ def _products() -> int:
     """Return how many products take as long as a reduction, here and with one thread."""
     threads, one = torch.get_num_threads(), torch.eye(SIZE)
     torch.set_num_threads(1)
-    took = min(seconds(lambda: one @ one) for _ in range(50))
+    took = min(seconds(lambda: one @ one) for _ in range(10))
     torch.set_num_threads(threads)
     return max(1, round(SLOW / took))
 
@@ -55,7 +55,7 @@ def measure(quick: bool) -> list[Figure]:
         )
         group = mesh.get_group("dp")
         model = DistributedDataParallel(
-            replica, process_group=group, bucket_cap_mb=0.2, gradient_as_bucket_view=True
+            replica, process_group=group, bucket_cap_mb=0.9, gradient_as_bucket_view=True
         )
         # Its buffers never change.
         model.require_forward_param_sync = False

@@ -132,6 +132,7 @@ if typing.TYPE_CHECKING:
     from .tensors.replace_modules import replace_modules
     from .tensors.tensor import DistributedTensor
     from .timeline.detect_nan import detect_nan
+    from .timeline.memory_snapshot import memory_snapshot, record_memory_history
     from .timeline.profile_model import ModelProfile, ModuleProfile, profile_model
     from .timeline.trace import Trace, trace
     from .timeline.why_slow import WhySlow, why_slow
@@ -282,6 +283,7 @@ __all__ = [
     "lookup",
     "manual_seed",
     "memory",
+    "memory_snapshot",
     "names",
     "new_group",
     "nn",
@@ -303,6 +305,7 @@ __all__ = [
     "randint",
     "randn",
     "randperm",
+    "record_memory_history",
     "recv",
     "reduce",
     "reduce_scatter",

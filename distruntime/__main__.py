@@ -203,7 +203,7 @@ def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     of = "the address of a worker, such as tcp://gpu1:29400; without one, the workers of your named sessions"
     for name, text in (
         ("status", "show what workers do, and their sessions"),
-        ("top", "show the same again every second"),
+        ("top", "show the same again every second, and what each stream does"),
         ("stop", "end workers, with the sessions that they have"),
     ):
         command = commands.add_parser(name, help=text, parents=[asking])

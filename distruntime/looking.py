@@ -22,13 +22,15 @@ from .cluster.observe import Answer, Observer
 from .errors import ConfigurationError, ConnectionFailed
 from .launching.ssh_session import need_ssh
 from .session.tables import table_text
-from .wire.messages import AskStacks, AskWorker, SessionRow, StopWorker, WorkerReport
+from .timeline.top import COMPUTES, JOINS, MASTER, QUEUED, WAITS, Looks, strips
+from .wire.messages import AskActivity, AskStacks, AskWorker, SessionRow, StopWorker, WorkerReport
 from .wire.units import printable, size_text, span
 
 T = TypeVar("T")
 
 # `top` looks again after so many seconds.
 _AGAIN = 1.0
+_COLOURS = {COMPUTES: "green", JOINS: "magenta", WAITS: "yellow", QUEUED: "cyan", MASTER: "red"}
 
 
 def status(options: argparse.Namespace) -> int:
@@ -45,7 +47,7 @@ def status(options: argparse.Namespace) -> int:
 
 
 def top(options: argparse.Namespace) -> int:
-    """Print the same as `status` again and again, until Ctrl-C."""
+    """Print the same as `status` again and again, and what each stream did lately, until Ctrl-C."""
     if importlib.util.find_spec("rich") is None:
         raise ConfigurationError("`top` needs rich as well:  pip install rich")
     live = importlib.import_module("rich.live").Live
@@ -55,17 +57,22 @@ def top(options: argparse.Namespace) -> int:
         _observer(options, _addresses(options)) as observer,
         live(auto_refresh=False, screen=True) if at_terminal else nullcontext() as screen,
     ):
-        looks = 0
+        looks, activity = 0, Looks()
         try:
             while options.times is None or looks < options.times:
                 if looks:
                     time.sleep(_AGAIN)
                 looks += 1
                 shown = report(observer.ask(AskWorker, options.timeout))
+                seen = activity.text(observer.ask(AskActivity, options.timeout), time.monotonic())
+                shown += f"\n\n{seen}" if seen else ""
                 if screen is None:
                     print(shown, flush=True)
                 else:
-                    screen.update(text(f"{shown}\n\n Ctrl-C ends this.", no_wrap=True), refresh=True)
+                    whole = text(f"{shown}\n\n Ctrl-C ends this.", no_wrap=True)
+                    for began, ended, letter in strips(shown):
+                        whole.stylize(_COLOURS.get(letter, ""), began, ended)
+                    screen.update(whole, refresh=True)
         except KeyboardInterrupt:
             # That is how a person leaves.
             return 0

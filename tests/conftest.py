@@ -9,6 +9,7 @@ import importlib
 import os
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE, seed
+from distruntime.cluster import named_sessions
 from distruntime.session.session import active_session
 from processes import STARTING
 
@@ -95,6 +97,22 @@ def fresh_session() -> Iterator[Callable[..., Any]]:
 
     yield begin
     dr.shutdown()
+
+
+@pytest.fixture
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sessions are noted in a directory of the test's own, and ended with it."""
+    monkeypatch.setenv("DISTRUNTIME_STATE", str(tmp_path / "state"))
+    dr.shutdown()
+    yield
+    dr.shutdown()
+    for name in named_sessions.names():
+        entry = named_sessions.read(name)
+        # A worker that the session has not started ends with the test.
+        if entry is not None and entry.directory:
+            dr.init_master_worker(session=name, resume=True, force=True)
+            dr.shutdown()
+        named_sessions.delete(name)
 
 
 @pytest.fixture(autouse=True)

@@ -34,6 +34,8 @@ OUTSIDE = {
         "distruntime.backend.torch_save",
         "distruntime.publishing.structure",
         "distruntime.python.pickling",
+        # It writes what torch's viewer reads, and reads none.
+        "distruntime.timeline.memory_snapshot",
         "distruntime_worker.collectives.groups",
         "distruntime_worker.python.calls",
         # A worker and the processes that it has started exchange pickles.

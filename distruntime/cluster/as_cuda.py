@@ -546,7 +546,7 @@ _KERNELS = (
 _WITHOUT = "run the step without it; the master issues ahead of the worker, which hides the cost of launching"
 _BUSY = "dr.nodes() shows how busy each worker is"
 _ALLOCATOR = "the workers' allocators are torch's own"
-_WHO = "dr.memory() tells who holds memory"
+_SNAPSHOT = 'dr.memory_snapshot("x.pickle", node=0) writes one of a worker, in this format'
 _REFUSED = {
     "set_stream": "with torch.cuda.stream(s): makes it the current one of a block",
     "cudart": "dr.nodes() and torch.cuda.mem_get_info() tell what it is mostly asked for",
@@ -561,7 +561,7 @@ _REFUSED = {
     "caching_allocator_disabled": _ALLOCATOR,
     "change_current_allocator": _ALLOCATOR,
     "use_mem_pool": _ALLOCATOR,
-    "memory_snapshot": _WHO,
+    "memory_snapshot": _SNAPSHOT,
     "list_gpu_processes": "dr.nodes() shows the sessions of each worker",
     "clock_rate": _BUSY,
     "memory_usage": _BUSY,
@@ -673,7 +673,7 @@ def _replace_cuda() -> None:
         _replace(cuda.profiler, name, _pretending(f"torch.cuda.profiler.{name}"))
     _replace(cuda.memory, "_record_memory_history", _pretending("torch.cuda.memory._record_memory_history"))
     for name in ("_dump_snapshot", "_snapshot"):
-        _replace(cuda.memory, name, _refusing(f"torch.cuda.memory.{name}", _WHO))
+        _replace(cuda.memory, name, _refusing(f"torch.cuda.memory.{name}", _SNAPSHOT))
     for name, instead in _REFUSED.items():
         if hasattr(cuda, name):
             _answer(name, _refusing(f"torch.cuda.{name}", instead))

@@ -35,6 +35,7 @@ from .local_workers import LocalLauncher
 from .log_files import log_folder
 from .named_sessions import Entry, delete, drop, now, read, write
 from .scratch import scratch_folder
+from .stacks import tell_of_program
 
 log = logging.getLogger("distruntime")
 
@@ -77,6 +78,7 @@ def _connector(
     session = Session(channel, [], options.name or f"{os.getpid()}-{secrets.token_hex(4)}")
     session.lasting = options.name is not None
     session.patience = options.timeout
+    tell_of_program(session)
     return Connector(
         session,
         addresses,

@@ -1,14 +1,27 @@
-"""`dr.stacks`: where the threads of a worker are."""
+"""`dr.stacks`: where the threads of a worker are. And where this program is, which workers ask while somebody
+looks at them.
+"""
 
 from __future__ import annotations
 
+import linecache
+import sys
+import threading
+from types import FrameType
 from typing import final
 
-from ..errors import WaitTimeout, without_our_frames
-from ..session.session import active_session
+from ..errors import ProtocolError, WaitTimeout, without_our_frames
+from ..log.line import file_name, line_text, of_a_library, own_line
+from ..log.log import Log
+from ..log.node import Node
+from ..session.requests import Requests
+from ..session.session import Session, active_session
 from ..wire.deadlines import LOOK
-from ..wire.messages import AskStacks
+from ..wire.messages import AskMaster, AskStacks, MasterReport, Plain
 from ..wire.units import printable
+
+# A worker asks for so many instructions at most, and a text has so many characters.
+_MOST, _TEXT = 16, 300
 
 
 @final
@@ -46,3 +59,52 @@ def stacks(node: int) -> Stacks:
         )
     session.raise_for(asked)
     return Stacks(printable(asked.value))
+
+
+def tell_of_program(session: Session) -> None:
+    """Let a session answer when its workers ask where the program is."""
+
+    def tell(node: Node, message: AskMaster) -> None:
+        session.post(node, _report(session, node, message))
+
+    session.on_asked = tell
+
+
+def _report(session: Session, node: Node, message: AskMaster) -> MasterReport:
+    """Return where the main thread is, for whom it waits, and the lines that a worker asks for."""
+    lines: list[Plain] = []
+    for row in message.positions[:_MOST]:
+        if len(row) != 2 or not all(type(number) is int for number in row):
+            raise ProtocolError(f"{row!r:.80} is no position of a log")
+        mesh, position = row
+        log = node if mesh == -1 else next((one for one in session.meshes if one.number == mesh), None)
+        text = "" if log is None else _issued(log, position)
+        if text:
+            lines.append([mesh, position, text])
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    try:
+        at, waits = _program(innermost)
+    finally:
+        # A frame that is kept keeps the user's tensors.
+        del innermost
+    return MasterReport(at[:_TEXT], waits[:_TEXT], lines)
+
+
+def _issued(log: Log, position: int) -> str:
+    line = log.line_issued(position)
+    return "" if line is None else line_text(own_line(line))[:_TEXT]
+
+
+def _program(frame: FrameType | None) -> tuple[str, str]:
+    """Return the line of the user's own file at which a thread is, and for whom it waits, if it does."""
+    waits = ""
+    while frame is not None:
+        if frame.f_code is Requests.wait.__code__:
+            node = frame.f_locals.get("node")
+            waits = str(node) if isinstance(node, Log) else "a worker"
+        file = frame.f_code.co_filename
+        if not of_a_library(file):
+            source = linecache.getline(file, frame.f_lineno).strip()
+            return f"{file_name(file)}:{frame.f_lineno}" + (f"   {source}" if source else ""), waits
+        frame = frame.f_back
+    return "", waits

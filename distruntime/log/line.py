@@ -153,6 +153,14 @@ def shown_line(line: Line) -> Line:
     return 0, call, at
 
 
+def own_line(line: Line) -> Line:
+    """Return the line of the user's own file that led to a line of a library; that line if none has."""
+    _, call, at = line
+    while call is not None and call.outer is not None and of_a_library(call.code.co_filename):
+        call, at = call.outer, call.at
+    return (0, call, at) if call is not None and not of_a_library(call.code.co_filename) else line
+
+
 # -- as text -----------------------------------------------------------------------------------------------
 
 # So many callers are shown: the outermost ones, and the innermost ones.

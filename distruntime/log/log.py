@@ -573,6 +573,11 @@ class Log(ABC):
 
     def issued_at(self, position: int) -> str:
         """Return the line that issued the instruction at a position that has not run; nothing if it has."""
+        line = self.line_issued(position)
+        return "" if line is None else line_text(line)
+
+    def line_issued(self, position: int) -> Line | None:
+        """Return what `issued_at` does as a line; None if the instruction has run."""
         with self.lock:
             for table in (
                 *(flight.line_table for flight in self.flights if flight.log is self),
@@ -580,8 +585,8 @@ class Log(ABC):
             ):
                 line = line_at(table, position)
                 if line is not None:
-                    return line_text(line)
-        return ""
+                    return line
+        return None
 
 
 def line_at(table: Sequence[Line], position: int) -> Line | None:

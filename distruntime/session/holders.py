@@ -15,7 +15,7 @@ from types import CodeType
 import torch
 
 from ..log.handle import Handle, Place
-from ..log.line import code_text, place_of
+from ..log.line import Line, code_text, place_of
 from ..log.log import Log
 from ..log.mesh_log import MeshLog
 from ..log.node import Node
@@ -120,6 +120,22 @@ def _storages(
         # After Ctrl-C the traceback would keep this frame, and so these.
         del handle, found, storage
     return storages.values(), values
+
+
+def born_lines(node: Node) -> dict[int, Line]:
+    """Return the line that made each value that this process has on a node, by its ref."""
+    found: dict[int, Line] = {}
+    handles = [thing for thing in gc.get_referrers(Handle) if type(thing) is Handle]
+    handle = None
+    try:
+        for handle in handles:
+            # See `_storages`: another thread may be making a handle just now.
+            born = getattr(handle, "born", None)
+            if born is not None and _places(handle, [node], None, ()):
+                found[handle.ref] = born
+    finally:
+        del handle, handles
+    return found
 
 
 def layers() -> dict[int, str]:

@@ -18,6 +18,7 @@ from ..wire.codec import Buffer, decode
 from ..wire.inbox import Frames
 from ..wire.messages import (
     Ack,
+    AskMaster,
     BreakGroup,
     Detach,
     Done,
@@ -84,6 +85,7 @@ class Owner(Protocol):
     connector: Connector
     nodes: list[Node]
     on_broken: Callable[[Node, int, str], None]
+    on_asked: Callable[[Node, AskMaster], None]
     requests: Requests
     warnings: WorkerWarnings
     strangers: Tally
@@ -178,6 +180,8 @@ class Receiver:
                 self._session.requests.reply(node, message.request, message.value, payloads)
             case Failed():
                 self._session.requests.fail(node, message.request, message.failure)
+            case AskMaster():
+                self._session.on_asked(node, message)
             case BreakGroup():
                 self._session.on_broken(node, message.group, message.reason)
             case Goodbye():

@@ -28,6 +28,7 @@ from ..wire.codec import encode
 from ..wire.deadlines import ASK, CONNECT, DETACH, SHUTDOWN
 from ..wire.link import Delivery
 from ..wire.messages import (
+    AskMaster,
     AskMemory,
     AskStatus,
     Fetch,
@@ -112,6 +113,8 @@ class Session:
         self.on_mesh: list[Callable[[MeshLog], None]] = []
         # The session calls this when a worker says that a group has broken.
         self.on_broken: Callable[[Node, int, str], None] = _unknown
+        # The session calls this when somebody looks at a worker, which then asks where the program is.
+        self.on_asked: Callable[[Node, AskMaster], None] = _silent
         # These are the Groups of its workers, a layer up.
         self.groups: object = None
         # This is the Meeting, which says how the workers have come to know each other.
@@ -545,6 +548,10 @@ class Session:
                 "or end it with shutdown()"
             )
         self.ending.leave(limit)
+
+
+def _silent(node: Node, message: AskMaster) -> None:
+    """A session that says nothing of its program has this."""
 
 
 def _unknown(node: Node, group: int, reason: str) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from ..wire.units import printable
 
+# A curve consists of these, from the least to the most.
+_BARS = "▁▂▃▄▅▆▇█"
 # The first row is the head.
 Rows = Sequence[Sequence[str]]
 
@@ -21,6 +23,21 @@ def table_text(rows: Rows) -> str:
     return "\n".join(
         (" " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths))).rstrip() for row in rows
     )
+
+
+def curve(values: Sequence[float], width: int) -> str:
+    """Return values over time as at most `width` bars, from the least value to the most."""
+    if not values:
+        return ""
+    width = min(width, len(values))
+    least, most = min(values), max(values)
+    bars = []
+    for k in range(width):
+        # A peak must not vanish between two others.
+        part = values[k * len(values) // width : (k + 1) * len(values) // width]
+        share = (max(part) - least) / (most - least) if most > least else 0.0
+        bars.append(_BARS[round(share * (len(_BARS) - 1))])
+    return "".join(bars)
 
 
 def table_html(rows: Rows) -> str:

@@ -25,6 +25,7 @@ from ..wire.units import printable
 from . import chrome, parts
 from .chrome import Json
 from .clock import Clock, Reading, read_clock
+from .growth import Growth
 from .lines import Lines
 from .parts import Brought
 from .recording import Recording
@@ -194,6 +195,7 @@ class _Running:
         self._missing: dict[Node, str] = {}
         self._began = self._ended = 0
         self._hooked = False
+        self._growth: Growth | None = None
 
     @property
     def seconds(self) -> float:
@@ -215,6 +217,7 @@ class _Running:
                     self._missing[node] = "its clock could not be read"
                 else:
                     self._noting[node] = reading
+        self._growth = Growth(self._told)
         self._hooked = True
         self._recording.start()
         self._sampler.start()
@@ -321,6 +324,7 @@ class _Running:
             "main": main,
             "master": MASTER,
             "late": [node.index for node in late],
+            "grown": [] if self._growth is None else self._growth.rows(),
             "nodes": [
                 {
                     "node": n.node,

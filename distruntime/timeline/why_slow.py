@@ -13,6 +13,7 @@ from ..errors import UsageError, without_our_frames
 from ..session.tables import table_html, table_text
 from ..wire.units import printable
 from .chrome import Json, read
+from .growth import Grown, grown_of, growth_text
 from .sweep import Found, Late, Slice, slices_of, sweep
 from .trace import END, Trace, on
 
@@ -20,6 +21,10 @@ from .trace import END, Trace, on
 _FAR = 1.0
 # A node that computes so many times as long as the one with the least is named.
 _UNEVEN = 1.5
+# What took such a share of the time has a line that says what helps.
+_MUCH = 0.25
+# So many waits at one line are those of a loop.
+_LOOP = 10
 _TITLES = {
     "python": "the master's Python",
     "reads": "reads",
@@ -52,6 +57,8 @@ class Cause:
     node: int | None
     operator: str
     text: str
+    # So many seconds did the program wait at `line`, whatever the workers did meanwhile.
+    waited: float = 0.0
 
 
 @final
@@ -64,6 +71,8 @@ class WhySlow:
     causes: tuple[Cause, ...]
     # What the trace does not have.
     missing: tuple[str, ...]
+    # These lines hold more memory at the end of the trace than at its begin, the most first.
+    grown: tuple[Grown, ...] = ()
 
     @property
     def cause(self) -> Cause:
@@ -83,7 +92,15 @@ class WhySlow:
         ]
 
     def _notes(self) -> list[str]:
-        return [f"{_TITLES[self.cause.kind]}: {_ADVICE[self.cause.kind]}", *self.missing]
+        memory = growth_text(self.grown)
+        told = [c for c in self.causes if c is self.cause or c.share >= _MUCH or c.kind in self._many]
+        notes = [f"{_TITLES[c.kind]}: {_ADVICE[c.kind]}" for c in told if c.seconds > 0]
+        return [*notes, *([memory] if memory else []), *self.missing]
+
+    @property
+    def _many(self) -> tuple[str, ...]:
+        """Reads, if the program waited much at one line of them, whatever the workers did meanwhile."""
+        return ("reads",) if self["reads"].waited >= _MUCH * self.seconds else ()
 
     def __repr__(self) -> str:
         head = f"{self.path}: {self.seconds:.3f} s"
@@ -122,7 +139,8 @@ def why_slow(trace: Trace | str | os.PathLike[str] | None = None) -> WhySlow:
     slices = slices_of(events)
     found = sweep(slices, whole, _number(about.get("main")), silent)
     trips = {_number(row.get("node")): _real(row.get("round_trip_ms")) for row in nodes}
-    return WhySlow(os.fspath(path), whole / 1e6, _causes(found, trips), _missing(about, nodes))
+    more = grown_of(about.get("grown"))
+    return WhySlow(os.fspath(path), whole / 1e6, _causes(found, trips), _missing(about, nodes), more)
 
 
 def _causes(found: Found, trips: dict[int, float]) -> tuple[Cause, ...]:
@@ -136,13 +154,15 @@ def _causes(found: Found, trips: dict[int, float]) -> tuple[Cause, ...]:
     seconds["reads"] = found.by_kind["reads"] - paid
     whole = max(found.whole, 1.0)
 
-    def cause(kind: str, line: str, node: int | None, operator: str, text: str) -> Cause:
+    def cause(kind: str, line: str, node: int | None, operator: str, text: str, waited: float = 0.0) -> Cause:
         took = max(0.0, seconds.get(kind, 0) / 1e6)
-        return Cause(kind, took, took * 1e6 / whole, line.partition("   ")[0], node, operator, text)
+        at = line.partition("   ")[0]
+        return Cause(kind, took, took * 1e6 / whole, at, node, operator, text, waited)
 
+    reads = _reads(found, network)
     causes = [
         cause("python", *_python(found)),
-        cause("reads", *_reads(found, network)),
+        cause("reads", *reads, _waited(found, reads[0])),
         cause("network", *_network(found, network, far, trip)),
         cause("computing", *_computing(found)),
         cause("waiting", *_waiting(found)),
@@ -168,6 +188,13 @@ def _reads(found: Found, network: Counter[int]) -> _About:
     for k, took in found.idle.items():
         idle[_of(found.waits[k])] += took - network[k]
     return _at_line(found.waits, idle)
+
+
+def _waited(found: Found, line: str) -> float:
+    """Return how many seconds the program waited at a line, if it has read there again and again."""
+    here = [wait for wait in found.waits if _of(wait) == line != END]
+    meant = any(str(wait.args.get("why", "")).startswith("explicit") for wait in here)
+    return 0.0 if meant or len(here) < _LOOP else sum(wait.ended - wait.began for wait in here) / 1e6
 
 
 def _of(wait: Slice) -> str:

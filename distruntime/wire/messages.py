@@ -330,6 +330,26 @@ class Typed:
 
 
 @dataclass(frozen=True, slots=True)
+class AskMaster:
+    """Worker to master: somebody looks at this worker. Say where your program is, and which lines issued what
+    is at these positions of the logs, [mesh or -1, position], ...
+    """
+
+    positions: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class MasterReport:
+    """Master to worker: the line at which the main thread of the program is, for whom it waits if it does,
+    and the lines of what `AskMaster` has named, [mesh or -1, position, line], ...
+    """
+
+    at: str
+    waits: str
+    lines: list[Plain]
+
+
+@dataclass(frozen=True, slots=True)
 class Fetch:
     """Master to worker: reply with a value, once each stream that `after` names has run up to the position
     behind it.
@@ -429,6 +449,65 @@ class WorkerReport(NamedTuple):
     sessions: list[SessionRow]
 
 
+class JointRow(NamedTuple):
+    """An operation of a group, or of several along a mesh, in which a stream is.
+
+    `key` is the same on each worker that takes part. `nodes` has those that do, and `line` is the master's
+    that issued it, empty while nobody has said so.
+    """
+
+    name: str
+    key: str
+    nodes: list[int]
+    seconds: float
+    line: str
+
+
+class StreamRow(NamedTuple):
+    """What a stream was seen at lately: a letter for each look, the last one now.
+
+    `running` is what it runs now, and `line` is the master's that issued that.
+    """
+
+    name: str
+    seen: str
+    running: str | None
+    seconds: float
+    line: str
+    joint: JointRow | None
+
+
+class SeenSession(NamedTuple):
+    """What a session holds on a worker, by device, and what its streams do.
+
+    `node` is the worker's number there, -1 where it does not know. `at` is the line at which the master's
+    program is, and `waits` for whom it waits, empty while the master has not said so.
+    """
+
+    name: str
+    node: int
+    held: dict[str, int]
+    streams: list[StreamRow]
+    at: str
+    waits: str
+
+
+class MemoryLook(NamedTuple):
+    """What memory a worker had `ago` seconds ago, for each of its devices; None where nobody knows."""
+
+    ago: float
+    nbytes: list[int | None]
+
+
+class Activity(NamedTuple):
+    """What a worker's streams do, with `every` seconds between two looks, and its memory over time."""
+
+    every: float
+    sessions: list[SeenSession]
+    devices: list[str]
+    memory: list[MemoryLook]
+
+
 class ClockTimes(NamedTuple):
     """What a worker's clocks show, in nanoseconds: the one that a trace's rows are in, and the calendar's."""
 
@@ -471,6 +550,13 @@ class TraceKept(NamedTuple):
     dropped: int
     nbytes: int
     why: str
+
+
+class SnapshotMade(NamedTuple):
+    """A snapshot of a worker's memory: its bytes, and how many values are in it."""
+
+    nbytes: int
+    values: int
 
 
 class ChannelOffer(NamedTuple):
@@ -611,6 +697,15 @@ class AskWorker(Question[WorkerReport]):
 
 
 @dataclass(frozen=True, slots=True)
+class AskActivity(Question[Activity]):
+    """Master to worker: say what your streams have done lately. Whoever holds the key may ask it, as with
+    `AskWorker`.
+
+    For ten seconds the worker looks at its streams, and asks their masters where they are.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class AskStacks(Question[str]):
     """Master to worker: say where your threads are. Whoever holds the key may ask it, as with `AskWorker`."""
 
@@ -665,6 +760,31 @@ class StopTrace(Question[TraceKept]):
 @dataclass(frozen=True, slots=True)
 class TakeTrace(Question[bytes]):
     """Master to worker: reply with the bytes of the trace from an offset on. After the last ones it is
+    forgotten.
+    """
+
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordMemory(Question[None]):
+    """Master to worker: switch torch's history of the memory of your GPUs on or off, for the whole worker.
+
+    `enabled` is torch's: "all", "state", or None for off. It keeps at most `most` entries.
+    """
+
+    enabled: str | None
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class MakeSnapshot(Question[SnapshotMade]):
+    """Master to worker: note what memory you have in use, as text, and reply with its size."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSnapshot(Question[bytes]):
+    """Master to worker: reply with the bytes of the snapshot from an offset on. After the last ones it is
     forgotten.
     """
 
@@ -983,12 +1103,15 @@ Message = (
     | Warned
     | Printed
     | Typed
+    | AskMaster
+    | MasterReport
     | Fetch
     | AskDevices
     | AskMemory
     | AskStatus
     | AskTurns
     | AskWorker
+    | AskActivity
     | AskStacks
     | StopWorker
     | AskPassed
@@ -997,6 +1120,9 @@ Message = (
     | StartTrace
     | StopTrace
     | TakeTrace
+    | RecordMemory
+    | MakeSnapshot
+    | TakeSnapshot
     | ListenForPeers
     | ListPublished
     | ListVersions

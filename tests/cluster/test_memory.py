@@ -21,7 +21,8 @@ from torch import nn
 
 import distruntime as dr
 from agree import REMOTE
-from processes import slots, until
+from distruntime.session.tables import curve
+from processes import Child, ListeningWorker, slots, until
 
 K = 256  # floats in a KiB
 TOO_MUCH = 1 << 50  # floats: no machine has 4 PiB, so that this fails at once
@@ -167,7 +168,7 @@ def test_layers_hold_parameters_gradients_and_their_optimizers_state() -> None:
     text = repr(dr.memory(0, by="module", top=2))
     assert "  layer\n" in text and "7 more layers, and what no module has" in text
     assert other.numel() == K
-    with pytest.raises(dr.UsageError, match='got by=\'layer\', expected "line" or "module"'):
+    with pytest.raises(dr.UsageError, match='got by=\'layer\', expected "line", "module"'):
         dr.memory(by="layer")  # type: ignore[arg-type]
 
 
@@ -430,3 +431,63 @@ def test_an_allocation_that_fails_leaves_nothing_behind() -> None:
         assert slots() == before
     finally:
         gc.enable()
+
+
+# by session, and over time
+
+
+def test_what_sessions_hold_is_told_as_a_total_of_the_others(tmp_path: Path) -> None:
+    dr.shutdown()
+    worker = ListeningWorker(tmp_path, "--listen", f"ipc://{tmp_path}/worker")
+    try:
+        with Child(holds_on, worker.address) as child:
+            child.expect("holds")
+            dr.init_master_worker(workers=[worker.address], session="mine")
+            x = torch.ones(K, device=REMOTE)
+            dr.synchronize()
+            memory = dr.memory(by="session")
+            assert [(m.yours, m.sessions, m.nbytes) for m in memory.sessions] == [
+                (False, 1, 16384),
+                (True, 1, 1024),
+            ]
+            text = repr(memory)
+            assert "1 other session" in text and "this one" in text and "secret" not in text
+            del x
+            dr.shutdown()
+    finally:
+        dr.shutdown()
+        worker.stop()
+
+
+def holds_on(address: str) -> None:
+    """Child: a session that holds 16 KiB."""
+    dr.init_master_worker(workers=[address], session="secret", quiet=True)
+    kept = torch.ones(4096, device=REMOTE)
+    dr.synchronize()
+    print("holds", flush=True)
+    sys.stdin.readline()
+    del kept
+
+
+def test_what_has_grown_since_the_last_look_is_named() -> None:
+    kept = [torch.ones(K, device=REMOTE)]
+    first = dr.memory(by="time")
+    assert "again later: it says which lines have grown" in repr(first) or first.since is not None
+    assert {(one.node, one.device) for one in first.history} == {(0, "cpu"), (1, "cpu")}
+    assert all(nbytes > 0 for one in first.history for _, nbytes in one.looks)
+    second = dr.memory(by="time")
+    assert second.lines == () and second.since is not None and "no line holds more than" in repr(second)
+    kept += [torch.ones(2 * K, device=REMOTE) for _ in range(3)]
+    third = dr.memory(by="time")
+    assert [(h.nbytes, h.tensors) for h in third.lines] == [(3 * 8 * K, 3)]
+    assert "range(3)]" in repr(third) and "range(3)]" in third._repr_html_()
+    kept.clear()
+    assert dr.memory(by="time").lines == ()
+    with pytest.raises(dr.UsageError, match='expected "line", "module", "session" or "time"'):
+        dr.memory(by="day")  # type: ignore[arg-type]
+
+
+def test_a_curve_keeps_peaks() -> None:
+    assert curve([0, 0, 8, 0, 0, 0], 3) == "▁█▁"
+    assert curve([5, 5], 40) == "▁▁" and curve([], 4) == ""
+    assert curve(list(range(8)), 8) == "▁▂▃▄▅▆▇█"

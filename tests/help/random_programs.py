@@ -1975,10 +1975,31 @@ class Tracing(Base):
         trace, self._trace = self._trace, None
         if trace is not None:
             trace.stop()
-            share = sum(cause.share for cause in dr.why_slow(trace).causes)
-            if not 0.95 < share < 1.05:
-                self.differs(f"the causes of {trace} are {share:.3f} of it, expected 1")
-            trace.path.unlink()
+            if why := wrong_with(trace):
+                self.differs(why)
+
+    @operation(0.5)
+    def look_at_memory(self) -> None:
+        by = self.random.choice(("line", "module", "session", "time"))
+        found = dr.memory(by=by)
+        if not repr(found).startswith(" node  device") or len(found.devices) < self.world.nodes:
+            self.differs(f"dr.memory(by={by!r}) shows {found}")
+
+    @operation(0.5)
+    def take_a_snapshot_of_memory(self) -> None:
+        node = self.random.randrange(self.world.nodes)
+        found: Any = dr.memory_snapshot(node=node)
+        whole = sum(segment["total_size"] for segment in found["segments"])
+        held = sum(block["size"] for segment in found["segments"] for block in segment["blocks"])
+        if whole != held or not isinstance(found["device_traces"], list):
+            self.differs(f"the snapshot of node {node} has segments of {whole} bytes, blocks of {held}")
+
+
+def wrong_with(trace: Any) -> str:
+    """Return what is wrong with a trace that is over, or nothing. Its file goes."""
+    share = sum(cause.share for cause in dr.why_slow(trace).causes)
+    trace.path.unlink()
+    return "" if 0.95 < share < 1.05 else f"the causes of {trace} are {share:.3f} of it, expected 1"
 
 
 class Program(
@@ -2164,6 +2185,8 @@ class Run:
     programs: int = 1 << 60
     publish: bool = False
     most_wrong: int = 5
+    # The first thread's programs run under a trace, each under one of its own.
+    traced: bool = False
     # After so many seconds without an operation, of any thread, `stuck` is set.
     patience: float = 120.0
     tally: Tally = field(default_factory=Tally)
@@ -2226,9 +2249,26 @@ class Run:
         while (k := self._next()) is not None:
             progress()
             program = self.running[number] = Program(self.seed * 1_000_003 + k, self.world)
-            program.run(progress=progress)
+            if self.traced and number == 0:
+                self._run_traced(program, progress)
+            else:
+                program.run(progress=progress)
             self.tally.note(program)
         self.running.pop(number, None)
+
+    def _run_traced(self, program: Program, progress: Callable[[], None]) -> None:
+        trace = dr.trace(self.world.folder / f"whole-{program.seed}.json", quiet=True)
+        try:
+            with trace:
+                program.run(progress=progress)
+        except dr.UsageError as refused:
+            # An operation of the other thread's has begun a trace just now.
+            assert "a trace is on already" in str(refused), refused
+            program.run(progress=progress)
+            return
+        if why := wrong_with(trace):
+            program.differs(why)
+        self.tally.add(traced=1)
 
     def _read(self, publisher: Publisher) -> None:
         reader = Reader()

@@ -382,6 +382,18 @@ GOOD: dict[str, Any] = {
         ],
         [["a", "here", 1, True, None, 1.0, 3, 4, "aten::mm", 0.5]],
     ],
+    "AskActivity": [
+        0.05,
+        [
+            [
+                *["a", 0, {"cpu": 4}],
+                [["stream 0", "cg.", "aten::mm", 0.5, "a.py:1", ["all_reduce", "1", [0, 1], 0.5, "a.py:1"]]],
+                *["a.py:1", ""],
+            ]
+        ],
+        ["cpu"],
+        [[1.0, [None]]],
+    ],
     "AskStacks": "thread",
     "StopWorker": "pid 1 on here",
     "AskPassed": True,
@@ -390,6 +402,9 @@ GOOD: dict[str, Any] = {
     "StartTrace": None,
     "StopTrace": [[["aten::mm", False]], [["stream 0", "stream", 1]], 2, 0, 80, ""],
     "TakeTrace": b"rows",
+    "RecordMemory": None,
+    "MakeSnapshot": [5, 1],
+    "TakeSnapshot": b"bytes",
     "AskDevices": [["cpu", "a cpu", 1, 1, "", 0, 0, "", 0, []]],
     "ListenForPeers": "tcp://127.0.0.1:1",
 }

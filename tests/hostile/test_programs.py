@@ -51,6 +51,14 @@ def test_programs_side_by_side_give_the_serial_result(seed: int, world: World) -
     assert tally.counts["programs"] == 14 and tally.counts["published"] > 0
 
 
+def test_programs_under_a_trace_give_the_serial_result(world: World) -> None:
+    run = Run(world, 4, threads=1, programs=5, most_wrong=1, patience=60, traced=True)
+    tally = run.go()
+    assert not run.stuck, run.stuck
+    assert not tally.wrong, "\n".join(map(str, tally.wrong))
+    assert tally.counts["traced"] == 5
+
+
 def test_a_program_follows_from_its_seed(world: World) -> None:
     said = []
     for _ in range(2):

@@ -2,6 +2,7 @@
 
     PYTHONPATH=.:worker:tests/help python tests/long/programs.py --seconds 600 --threads 2 --seed 1
     PYTHONPATH=.:worker:tests/help python tests/long/programs.py --programs 20000 --publish --masters 2
+    PYTHONPATH=.:worker:tests/help python tests/long/programs.py --programs 500 --trace
     PYTHONPATH=.:worker:tests/help python tests/long/programs.py --only 1000003 --repeat 100
 
 With `--masters 2` another process runs programs of its own on the same workers, and a third reads what this
@@ -50,6 +51,9 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--real", action="store_true", help="the workers' accelerators are no CPU tensors")
     parser.add_argument("--publish", action="store_true", help="another thread publishes pairs all the time")
+    parser.add_argument(
+        "--trace", action="store_true", help="the first thread's programs run under a trace each"
+    )
     parser.add_argument(
         "--masters", type=int, default=1, help="how many processes run programs on the same workers"
     )
@@ -208,6 +212,7 @@ def many(given: argparse.Namespace, world: World) -> Tally:
         given.publish,
         given.most_wrong,
         given.patience,
+        traced=given.trace,
     )
     started = time.monotonic()
     run.report = lambda: print(f"{time.monotonic() - started:.0f} s: {run.tally}", flush=True)

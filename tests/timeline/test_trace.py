@@ -179,9 +179,11 @@ def test_streams_have_threads_of_their_own_and_their_waits_are_shown(traced: Cal
     dr.synchronize()
 
     def work() -> None:
-        with dr.stream(stream):
-            y = x @ x  # on a stream
-        y + 1  # on the default stream
+        # A wait for what has run already is left out.
+        with blocked(stream):
+            with dr.stream(stream):
+                y = x @ x  # on a stream
+            y + 1  # on the default stream
 
     trace = traced(work)
     (product,) = trace.named("aten.mm")

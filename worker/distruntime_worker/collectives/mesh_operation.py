@@ -65,6 +65,8 @@ class LaneCollective(Step):
         spread: Spread,
     ) -> None:
         self.name, self._parts, self._take_part, self._spread = name, parts, take_part, spread
+        # The members here are in these groups.
+        self.groups = [collective.group for collective, _ in parts]
         self._ins = list(range(2, 2 + ins))
         self._outs = list(range(2 + ins, 2 + ins + outs))
         inplace = bool(parts[0][0].mutates)

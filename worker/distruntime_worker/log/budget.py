@@ -61,6 +61,20 @@ def memory_in(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
             yield from memory_in([*value.inputs, *value.outputs])
 
 
+def held_in(slots: Slots) -> dict[str, int]:
+    """Return the bytes that values in slots hold, by device, each memory once. Walks over all values."""
+    found: dict[str, int] = {}
+    seen: set[int] = set()
+    # Other threads add and free meanwhile.
+    values = slots.copy()
+    for memory in memory_in(values.values()):
+        if memory._cdata not in seen:
+            seen.add(memory._cdata)
+            device = str(memory.device)
+            found[device] = found.get(device, 0) + memory.nbytes()
+    return found
+
+
 class Budget:
     """One session's account of its memory on this worker. Any thread may call."""
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from distruntime.wire.messages import BEFORE_INSTRUCTION, Status
 
+from ..values.step import Step
 from ..values.streams import Stream
 from .state import State
 
@@ -19,6 +20,18 @@ class Place(NamedTuple):
     seq: int
     position: int
     end: int
+
+
+class Running(NamedTuple):
+    """What a stream runs now: a step, None for a free, at a position in a log (a mesh's, or -1).
+
+    `sequence` is the number of the operation in its group, -1 where the step is no such operation.
+    """
+
+    step: Step | None
+    mesh: int
+    position: int
+    sequence: int
 
 
 class Progress:
@@ -61,12 +74,32 @@ class Progress:
         The chain of a thread that is just making a frame may end in something else than a frame: Python 3.11
         gave a cell once in some 8,000 tests.
         """
-        frame: object = sys._current_frames().get(thread)
+        return self._running_frame(sys._current_frames().get(thread))
+
+    def _running_frame(self, frame: object) -> FrameType | None:
         while isinstance(frame, FrameType):
             if frame.f_code in self._runs:
                 return frame
             frame = frame.f_back
         return None
+
+    def running(self, stream: Stream, innermost: FrameType | None) -> Running | None:
+        """Return what a stream runs, by the innermost frame of its thread; None where it runs nothing."""
+        frame = self._running_frame(innermost)
+        if frame is None:
+            return None
+        names = frame.f_locals
+        i, words, start, work = (names.get(name) for name in ("i", "words", "start", "work"))
+        if i is None or words is None or start is None or work is None or names.get("stream") is not stream:
+            return None
+        if i >= names.get("stop", names.get("n", 0)):
+            return None
+        while isinstance(words[i], int) and words[i] in BEFORE_INSTRUCTION:
+            i += BEFORE_INSTRUCTION[words[i]]
+        step = self._state.log(work).info.get(words[i]) or self._state.own.get(words[i])
+        mesh = -1 if work.mesh is None else work.mesh.number
+        joint = step is not None and step.joint and isinstance(words[i + 1], int)
+        return Running(step, mesh, start + i, words[i + 1] if joint else -1)
 
     def position(self, stream: Stream) -> Status:
         """Return where a stream is, read off its thread's frame.

@@ -100,7 +100,9 @@ class Recorded:
         rows = {thread: array("q", found) for thread, found in list(self._rows.items())}
         for thread, row in self._running(state).items():
             rows.setdefault(thread, array("q")).extend(row)
-        threads = [TracedThread(*_called(state, thread), len(found) // ROW) for thread, found in rows.items()]
+        threads = [
+            TracedThread(*thread_name(state, thread), len(found) // ROW) for thread, found in rows.items()
+        ]
         blocks = list(rows.values())
         by_stream: dict[str, array[int]] = {}
         for one in launched:
@@ -136,7 +138,7 @@ class Recorded:
         return found
 
 
-def _called(state: State, thread: int) -> tuple[str, str]:
+def thread_name(state: State, thread: int) -> tuple[str, str]:
     """Return what a thread of a session is called, and its kind."""
     stream = state.by_thread.get(thread)
     if stream is None:

@@ -32,8 +32,6 @@ from distruntime.wire.inbox import Frames
 from distruntime.wire.messages import (
     PROTOCOL,
     Ack,
-    AskStacks,
-    AskWorker,
     BreakGroup,
     Bury,
     Cancel,
@@ -44,6 +42,7 @@ from distruntime.wire.messages import (
     Hello,
     Join,
     ListFolder,
+    MasterReport,
     MeshSegment,
     Message,
     Notify,
@@ -58,7 +57,6 @@ from distruntime.wire.messages import (
     RemoveFiles,
     Segment,
     Signal,
-    StopWorker,
     SweepSaves,
     Typed,
     Welcome,
@@ -82,7 +80,7 @@ from .admission import refusal
 from .config import WorkerConfig
 from .executor import NONSENSE
 from .metrics import Metrics
-from .questions import Questions
+from .questions import OfStranger, Questions
 from .report import Reporter
 from .session import Session
 
@@ -360,6 +358,8 @@ class Daemon:
                     session.executor.cancel(message)
                 case Typed():
                     session.executor.around.typed(message)
+                case MasterReport():
+                    self._reporter.seen.told(session, message)
                 case Notify():
                     session.executor.notify(message)
                 case Peers():
@@ -418,7 +418,7 @@ class Daemon:
         """Act on a message of a peer that has no session."""
         if isinstance(message, Hello):
             self._welcome(peer, message)
-        elif isinstance(message, (AskWorker, AskStacks, StopWorker)):
+        elif isinstance(message, OfStranger):
             self._greet(peer, self._questions.of_stranger(message))
         elif isinstance(message, Goodbye) and peer == self._master and not self._by_peer:
             log.warning(

@@ -101,7 +101,7 @@ class Executor:
     ) -> None:
         state, shared = State(devices, send, turn or Turns().enter(""), budget), shared or Attached()
         self.draws = Draws() if draws is None else draws
-        progress = Progress(state, (Executor.run.__code__, Executor.run_stretch.__code__))
+        self.progress = progress = Progress(state, (Executor.run.__code__, Executor.run_stretch.__code__))
         waits = Waits(state)
         self.state = state
         self._answers = Answers(state, progress, shared, tell)

@@ -7,6 +7,7 @@ from time import perf_counter_ns, time_ns
 from distruntime.errors import ConfigurationError, ProtocolError
 from distruntime.wire.codec import failure_fields
 from distruntime.wire.messages import (
+    AskActivity,
     AskChannel,
     AskClock,
     AskDevices,
@@ -24,12 +25,16 @@ from distruntime.wire.messages import (
     ListenForPeers,
     ListPublished,
     ListVersions,
+    MakeSnapshot,
     MemoryHeld,
     Question,
+    RecordMemory,
     Reply,
+    SnapshotMade,
     StartTrace,
     StopTrace,
     StopWorker,
+    TakeSnapshot,
     TakeTrace,
 )
 
@@ -42,9 +47,14 @@ from .address import peer_address, unusable_for_workers
 from .config import WorkerConfig
 from .report import Reporter
 from .session import Session
+from .snapshot import record
 
 # The log has so many characters of the reason for which a worker is to end.
 _REASON = 300
+
+
+# Whoever holds the key may ask these, with a session or without one.
+OfStranger = AskWorker | AskActivity | AskStacks | StopWorker
 
 
 class Questions:
@@ -55,14 +65,16 @@ class Questions:
         # It says why a holder of the key has asked this worker to end.
         self.stopped = ""
 
-    def of_stranger(self, question: AskWorker | AskStacks | StopWorker) -> Reply:
+    def of_stranger(self, question: OfStranger) -> Reply:
         """Return the reply to a question that needs no session."""
         return Reply(question.request, self._about_us(question))
 
-    def _about_us(self, question: AskWorker | AskStacks | StopWorker) -> object:
+    def _about_us(self, question: OfStranger) -> object:
         match question:
             case AskWorker():
                 return self._reporter.report()
+            case AskActivity():
+                return self._reporter.activity()
             case AskStacks():
                 return self._reporter.stacks()
             case StopWorker(reason=reason):
@@ -80,12 +92,12 @@ class Questions:
                 case StopTrace(request=request):
                     session.stop_trace(lambda kept: _reply(session, request, kept))
                     return
+                case MakeSnapshot(request=request):
+                    session.snapshot.make(lambda made: _tell(session, request, made))
+                    return
             session.send(Reply(question.request, self._reply(session, question)))
         except (RuntimeError, OSError) as error:
-            cause = failure(
-                lost.look(error, "a question"), seq=0, position=0, op=type(question).__name__, operands=""
-            )
-            session.send(Failed(question.request, failure_fields(cause)))
+            _fail(session, question.request, type(question).__name__, error)
 
     def _reply(self, session: Session, question: Question[object]) -> object:
         executor, shelf = session.executor, session.executor.shelf
@@ -99,7 +111,7 @@ class Questions:
                 return executor.status()
             case AskTurns():
                 return self._turns.report()
-            case AskWorker() | AskStacks() | StopWorker():
+            case AskWorker() | AskActivity() | AskStacks() | StopWorker():
                 return self._about_us(question)
             case AskPassed(after=after):
                 return executor.passed(after)
@@ -109,6 +121,11 @@ class Questions:
                 return ClockTimes(perf_counter_ns(), time_ns())
             case TakeTrace(offset=offset):
                 return session.tracing.take(offset)
+            case RecordMemory(enabled=enabled, most=most):
+                record(executor.state, enabled, most)
+                return None
+            case TakeSnapshot(offset=offset):
+                return session.snapshot.take(offset)
             case ListenForPeers(host=host):
                 return self._listen(session, host)
             case ListPublished():
@@ -131,6 +148,18 @@ class Questions:
             return session.listen(address, self._config.keys)
         except ConfigurationError as error:
             raise unusable_for_workers(address, error) from error
+
+
+def _fail(session: Session, request: int, op: str, error: Exception) -> None:
+    cause = failure(lost.look(error, "a question"), seq=0, position=0, op=op, operands="")
+    session.send(Failed(request, failure_fields(cause)))
+
+
+def _tell(session: Session, request: int, made: SnapshotMade | Exception) -> None:
+    if isinstance(made, Exception):
+        _fail(session, request, "MakeSnapshot", made)
+    else:
+        _reply(session, request, made)
 
 
 def _reply(session: Session, request: int, value: object) -> None:

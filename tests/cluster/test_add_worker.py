@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +14,10 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE
-from distruntime.cluster.local_workers import worker_environment
-from distruntime.cluster.nursery import ForkedWorker, fork_worker
 from distruntime.session.session import active_session
 from processes import STARTING, ListeningWorker, free_port, until
 
 Dialler = Callable[..., None]
-
-
-@pytest.fixture
-def address() -> Iterator[str]:
-    dr.shutdown()
-    yield f"tcp://127.0.0.1:{free_port()}"
-    dr.shutdown()
-
-
-@pytest.fixture
-def dial(tmp_path: Path, address: str) -> Iterator[Dialler]:
-    """Starts a worker that dials the address, and ends it with the test."""
-    started: list[subprocess.Popen[bytes] | ForkedWorker] = []
-
-    def start(*more: str) -> None:
-        with (tmp_path / f"worker-{len(started)}.log").open("wb") as output:
-            arguments = ["--threads", "1", "--master", address, "--insecure", *more]
-            worker = fork_worker(arguments, worker_environment(1), output, False)
-            assert worker is not None
-            started.append(worker)
-
-    yield start
-    dr.shutdown()
-    for worker in started:
-        worker.terminate()
-        worker.wait(STARTING)
 
 
 def listen(address: str, **options: Any) -> None:

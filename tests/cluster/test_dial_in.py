@@ -6,8 +6,7 @@ import os
 import re
 import signal
 import socket
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +16,10 @@ import torch
 import distruntime as dr
 from agree import REMOTE
 from distruntime.cluster.commands import worker_command
-from distruntime.cluster.local_workers import worker_environment
-from distruntime.cluster.nursery import ForkedWorker, fork_worker
 from distruntime.session.session import active_session
-from processes import STARTING, Child, free_port, until
+from processes import STARTING, Child, until
 
 Dialler = Callable[[], None]
-
-
-@pytest.fixture
-def address() -> Iterator[str]:
-    dr.shutdown()
-    yield f"tcp://127.0.0.1:{free_port()}"
-    dr.shutdown()
-
-
-@pytest.fixture
-def dial(tmp_path: Path, address: str) -> Iterator[Dialler]:
-    """Starts a worker that dials the address, and ends it with the test."""
-    started: list[subprocess.Popen[bytes] | ForkedWorker] = []
-
-    def start() -> None:
-        with (tmp_path / f"worker-{len(started)}.log").open("wb") as output:
-            arguments = ["--threads", "1", "--master", address, "--insecure"]
-            worker = fork_worker(arguments, worker_environment(1), output, False)
-            assert worker is not None
-            started.append(worker)
-
-    yield start
-    dr.shutdown()
-    for worker in started:
-        worker.terminate()
-        worker.wait(STARTING)
 
 
 def begin(address: str, count: int, timeout: float = STARTING, **options: Any) -> dr.Session:

@@ -30,7 +30,8 @@ class _Open:
         if self.options != options:
             return False
         try:
-            return all(node.state == "ready" for node in self.session.nodes)
+            # A worker of a busy machine may be anything else but gone.
+            return not any(node.state in ("lost", "left") for node in self.session.nodes)
         except dr.SessionClosed:
             return False
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from pickle import Pickler
 from typing import Literal, NamedTuple, TypeVar
 
 from ..errors import ProtocolError, UsageError, WaitTimeout, without_our_frames
@@ -82,7 +82,7 @@ def memory_snapshot(
     found["distruntime"] = {"node": node, "host": worker.host, "devices": taken["devices"]}
     if to is not None:
         with open(to, "wb") as file:
-            pickle.dump(found, file, protocol=_PICKLE)
+            Pickler(file, protocol=_PICKLE).dump(found)
     return found
 
 
@@ -141,7 +141,7 @@ def _taken(session: Session, worker: Node, timeout: float) -> dict[str, Json]:
             raise ProtocolError(f"the snapshot of {worker} ended too early")
         data += part
     try:
-        found = json.loads(bytes(data))
+        found = json.JSONDecoder().decode(data.decode())
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or not isinstance(found.get("devices"), dict):

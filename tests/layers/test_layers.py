@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import distruntime as dr
+from cut_layers import assert_as_serial, spaced
 from distruntime.collectives import copies
 from distruntime.collectives.copies import move
 from distruntime.layers import exchange
 from distruntime.testing import check_adjoint
-from layers import assert_as_serial, spaced
 from parts import numbers, readable
 
 pytestmark = pytest.mark.usefixtures("twelve")

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import distruntime as dr
+from cut_layers import assert_as_serial, over, pair, spaced
 from distruntime.testing import check_adjoint
-from layers import assert_as_serial, over, pair, spaced
 from parts import numbers
 
 pytestmark = pytest.mark.usefixtures("twelve")

@@ -91,8 +91,8 @@ def _asleep(rounds: int) -> list[Figure]:
         return once
 
     plan = _plan(True)
-    # Each place receives a row, a column and a corner of float32, and it sends as much. Its stream does one
-    # of these after the other.
+    # Each place receives a row, a column and a corner of float32, and it sends as much. Its stream does
+    # them one after the other.
     exchange = 2 * plan.moved // 4 * 4 / _RATE
     work = _WORK / 4
     beside, after = run(True), run(False)

@@ -81,7 +81,9 @@ class _Convolution(torch.nn.Module):
         self.P, self.mixing, self.overlap = P, mixing, overlap
         self.rules: tuple[Rule, ...] = (Same(), Same(), *rules)
 
-    def _outputs(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    @without_our_frames
+    def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the shards of the outputs. Return at once."""
         given = self.P.check(xs, "xs")
         name = type(self).__name__
         require_dims(given[0].dim(), name, self.space + 2)
@@ -246,18 +248,13 @@ class _Transposed(_Convolution):
         return found + bias.reshape(-1, *(1,) * self.space) if late and bias is not None else found
 
 
-class Conv1d(_Forward, torch.nn.Conv1d):
+class Conv1d(_Forward, torch.nn.Conv1d):  # type: ignore[misc]
     """Convolve (batch, channels, length), cut along any of the three. See `Conv2d`."""
 
     space = 1
 
-    @without_our_frames
-    def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
-        """Return the shards of the outputs. Return at once."""
-        return self._outputs(xs)
 
-
-class Conv2d(_Forward, torch.nn.Conv2d):
+class Conv2d(_Forward, torch.nn.Conv2d):  # type: ignore[misc]
     """Convolve (batch, channels, height, width), cut along any of the four: `torch.nn.Conv2d` over shards.
 
     The outputs are cut over the same places, balanced. The weight lives whole on the first place, so names,
@@ -278,51 +275,26 @@ class Conv2d(_Forward, torch.nn.Conv2d):
 
     space = 2
 
-    @without_our_frames
-    def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
-        """Return the shards of the outputs. Return at once."""
-        return self._outputs(xs)
 
-
-class Conv3d(_Forward, torch.nn.Conv3d):
+class Conv3d(_Forward, torch.nn.Conv3d):  # type: ignore[misc]
     """Convolve (batch, channels, depth, height, width), cut along any of the five. See `Conv2d`."""
 
     space = 3
 
-    @without_our_frames
-    def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
-        """Return the shards of the outputs. Return at once."""
-        return self._outputs(xs)
 
-
-class ConvTranspose1d(_Transposed, torch.nn.ConvTranspose1d):
+class ConvTranspose1d(_Transposed, torch.nn.ConvTranspose1d):  # type: ignore[misc]
     """Convolve transposed (batch, channels, length), cut along any of the three. See `Conv2d`."""
 
     space = 1
 
-    @without_our_frames
-    def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
-        """Return the shards of the outputs. Return at once."""
-        return self._outputs(xs)
 
-
-class ConvTranspose2d(_Transposed, torch.nn.ConvTranspose2d):
+class ConvTranspose2d(_Transposed, torch.nn.ConvTranspose2d):  # type: ignore[misc]
     """Convolve transposed (batch, channels, height, width), cut along any of the four. See `Conv2d`."""
 
     space = 2
 
-    @without_our_frames
-    def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
-        """Return the shards of the outputs. Return at once."""
-        return self._outputs(xs)
 
-
-class ConvTranspose3d(_Transposed, torch.nn.ConvTranspose3d):
+class ConvTranspose3d(_Transposed, torch.nn.ConvTranspose3d):  # type: ignore[misc]
     """Convolve transposed (batch, channels, depth, height, width), cut along any of them. See `Conv2d`."""
 
     space = 3
-
-    @without_our_frames
-    def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
-        """Return the shards of the outputs. Return at once."""
-        return self._outputs(xs)

@@ -37,7 +37,9 @@ class _Batch(torch.nn.modules.batchnorm._BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=home, dtype=dtype)
         self.P, self._copies = P, Copies(P, [1])
 
-    def _outputs(self, xs: Sequence[torch.Tensor]) -> Tensors:
+    @without_our_frames
+    def forward(self, xs: Sequence[torch.Tensor]) -> Tensors:  # type: ignore[override]
+        """Return the shards of the outputs. Return at once."""
         given: Sequence[torch.Tensor] = self.P.check(xs, "xs")
         self._check_input_dim(given[0])  # type: ignore[no-untyped-call]
         cuts = self.P.cuts(given)
@@ -89,11 +91,6 @@ class _Batch(torch.nn.modules.batchnorm._BatchNorm):
 class BatchNorm1d(_Batch, torch.nn.BatchNorm1d):
     """`torch.nn.BatchNorm1d` over shards of (batch, channels[, length]). See `BatchNorm2d`."""
 
-    @without_our_frames
-    def forward(self, xs: Sequence[torch.Tensor]) -> Tensors:  # type: ignore[override]
-        """Return the shards of the outputs. Return at once."""
-        return self._outputs(xs)
-
 
 class BatchNorm2d(_Batch, torch.nn.BatchNorm2d):
     """`torch.nn.BatchNorm2d` over shards of (batch, channels, height, width), cut along any of the four.
@@ -108,19 +105,9 @@ class BatchNorm2d(_Batch, torch.nn.BatchNorm2d):
         UsageError: channels that are not cut in a balanced way, or not `num_features` of them.
     """
 
-    @without_our_frames
-    def forward(self, xs: Sequence[torch.Tensor]) -> Tensors:  # type: ignore[override]
-        """Return the shards of the outputs. Return at once."""
-        return self._outputs(xs)
-
 
 class BatchNorm3d(_Batch, torch.nn.BatchNorm3d):
     """`torch.nn.BatchNorm3d` over shards of (batch, channels, depth, height, width). See `BatchNorm2d`."""
-
-    @without_our_frames
-    def forward(self, xs: Sequence[torch.Tensor]) -> Tensors:  # type: ignore[override]
-        """Return the shards of the outputs. Return at once."""
-        return self._outputs(xs)
 
 
 class _Last(torch.nn.Module):

@@ -42,7 +42,9 @@ class _Pool(torch.nn.Module):
         )
         self.rules: tuple[Rule, ...] = (Same(), Same(), *self.windows)
 
-    def _outputs(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    @without_our_frames
+    def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the shards of the outputs. Return at once."""
         given = self.P.check(xs, "xs")
         require_dims(given[0].dim(), type(self).__name__, self.space + 2)
         sizes = [sum(lengths) for lengths in self.P.cuts(given)][2:]
@@ -126,18 +128,13 @@ class _Mean(_Pool):
         return found
 
 
-class MaxPool1d(_Max, torch.nn.MaxPool1d):
+class MaxPool1d(_Max, torch.nn.MaxPool1d):  # type: ignore[misc]
     """`torch.nn.MaxPool1d` over shards. See `MaxPool2d`."""
 
     space = 1
 
-    @without_our_frames
-    def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
-        """Return the shards of the outputs. Return at once."""
-        return self._outputs(xs)
 
-
-class MaxPool2d(_Max, torch.nn.MaxPool2d):
+class MaxPool2d(_Max, torch.nn.MaxPool2d):  # type: ignore[misc]
     """`torch.nn.MaxPool2d` over shards of (batch, channels, height, width), cut along any of the four.
 
     Args:
@@ -150,35 +147,20 @@ class MaxPool2d(_Max, torch.nn.MaxPool2d):
 
     space = 2
 
-    @without_our_frames
-    def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
-        """Return the shards of the outputs. Return at once."""
-        return self._outputs(xs)
 
-
-class MaxPool3d(_Max, torch.nn.MaxPool3d):
+class MaxPool3d(_Max, torch.nn.MaxPool3d):  # type: ignore[misc]
     """`torch.nn.MaxPool3d` over shards. See `MaxPool2d`."""
 
     space = 3
 
-    @without_our_frames
-    def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
-        """Return the shards of the outputs. Return at once."""
-        return self._outputs(xs)
 
-
-class AvgPool1d(_Mean, torch.nn.AvgPool1d):
+class AvgPool1d(_Mean, torch.nn.AvgPool1d):  # type: ignore[misc]
     """`torch.nn.AvgPool1d` over shards. See `AvgPool2d`."""
 
     space = 1
 
-    @without_our_frames
-    def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
-        """Return the shards of the outputs. Return at once."""
-        return self._outputs(xs)
 
-
-class AvgPool2d(_Mean, torch.nn.AvgPool2d):
+class AvgPool2d(_Mean, torch.nn.AvgPool2d):  # type: ignore[misc]
     """`torch.nn.AvgPool2d` over shards of (batch, channels, height, width), cut along any of the four.
 
     Args:
@@ -188,18 +170,8 @@ class AvgPool2d(_Mean, torch.nn.AvgPool2d):
 
     space = 2
 
-    @without_our_frames
-    def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
-        """Return the shards of the outputs. Return at once."""
-        return self._outputs(xs)
 
-
-class AvgPool3d(_Mean, torch.nn.AvgPool3d):
+class AvgPool3d(_Mean, torch.nn.AvgPool3d):  # type: ignore[misc]
     """`torch.nn.AvgPool3d` over shards. See `AvgPool2d`."""
 
     space = 3
-
-    @without_our_frames
-    def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
-        """Return the shards of the outputs. Return at once."""
-        return self._outputs(xs)

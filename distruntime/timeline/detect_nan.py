@@ -23,7 +23,7 @@ from ..tensors.tensor import DistributedTensor
 
 # So many flags are joined into one tensor, so that the workers hold few small ones.
 _JOINED = 256
-# The memory of so many forward operators is kept for those of the backward pass.
+# So many forward operators are remembered, for those of the backward pass to name.
 _MOST_FORWARD = 1_000_000
 
 _UNINITIALISED = frozenset(

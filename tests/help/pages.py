@@ -60,6 +60,20 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
     return found
 
 
+def _run(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder; errors go where its output goes."""
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(folder, **variables),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+
+
 def type_all(blocks: list[tuple[str, str, str]], folder: Path, **variables: str) -> list[str]:
     """Return what each block prints.
 
@@ -68,16 +82,7 @@ def type_all(blocks: list[tuple[str, str, str]], folder: Path, **variables: str)
     printed: list[str] = []
     while len(printed) < len(blocks):
         rest = [(k, code, mode) for k, (code, mode, _) in enumerate(blocks)][len(printed) :]
-        done = subprocess.run(
-            [sys.executable, "-u", "-c", TYPE, json.dumps(rest)],
-            cwd=folder,
-            env=environment(folder, **variables),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=100,
-        )
+        done = _run([sys.executable, "-u", "-c", TYPE, json.dumps(rest)], folder, **variables)
         parts = re.split(r"\x1e(\d+)\n", done.stdout)
         assert parts[0] == "" and [int(number) for number in parts[1::2]] == [
             k for k, *_ in rest[: len(parts) // 2]
@@ -149,16 +154,7 @@ def follow(page: list[Step], folder: Path, **variables: str) -> list[str]:
             (folder / step.text.splitlines()[0].removeprefix("# ")).write_text(step.text, encoding="utf-8")
             printed.append("")
         else:
-            done = subprocess.run(
-                ["sh", "-c", step.text],
-                cwd=folder,
-                env=environment(folder, **variables),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=100,
-            )
+            done = _run(["sh", "-c", step.text], folder, **variables)
             assert done.returncode == 0, f"{step.text}\n{done.stdout}"
             printed.append(done.stdout)
     return printed

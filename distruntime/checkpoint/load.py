@@ -16,7 +16,6 @@ import torch
 from ..errors import CheckpointError, PlacementError, UsageError, without_our_frames
 from ..log.handle import Handle, Place, Residence, new_value
 from ..log.node import Node
-from ..log.shards import mesh_of
 from ..log.spec import Spec, spec
 from ..operators.proxies import wrap
 from ..operators.transfer import download, ready
@@ -27,6 +26,7 @@ from ..session.spelling import is_node, named, on_node, require_alone
 from ..session.stalls import before_wait, note_wait
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
+from ..tensors.uneven import together
 from ..tensors.worker_functions import issue_function
 from ..wire.codec import dtype_name, dtype_named
 from ..wire.messages import IndexSummary, ListFolder, ReadIndex
@@ -331,8 +331,15 @@ class _Reading:
         mesh = self._target.mesh
         found = []
         for part, pieces in self._parts[key]:
-            home = self._reads[pieces[0][1]].home
-            found.append(assembled([(start, values[read]) for start, read in pieces], part, home))
+            if pieces:
+                home = self._reads[pieces[0][1]].home
+                found.append(assembled([(start, values[read]) for start, read in pieces], part, home))
+                continue
+            # There are more members than parts, and this one has an empty shard.
+            assert mesh is not None
+            dtype = dtype_named(_TensorEntry.parsed(self._about[about.shards[0][0]]).dtype)
+            there = self._session.places.residence(mesh.places[len(found)], numbered=False)
+            found.append(torch.empty([b - a for a, b in part], dtype=dtype, device=there.device))
         return found[0] if mesh is None else on_mesh(about, mesh, key, found)
 
     def _add(self, name: str, place: Place | None, key: str = "") -> None:
@@ -469,9 +476,7 @@ class _Reading:
         mesh = self._target.mesh
         assert mesh is not None
         shards = [values[f"{key}.member{k}"] for k in range(members)]
-        handles = [shard._handle for shard in shards if isinstance(shard, DistributedTensor)]
-        made: DistributedTensor = wrap(DistributedTensor, mesh_of(mesh._mesh_log, mesh._home, handles))
-        return made
+        return together(shards, mesh._home)
 
 
 def _leaf_fields(form: list[Json]) -> tuple[str, int, int, int, Sharded | None]:

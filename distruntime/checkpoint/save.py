@@ -28,6 +28,7 @@ from ..operators.transfer import ready, upload
 from ..session.session import Session, active_session, session_of_log
 from ..session.stalls import before_wait, note_wait
 from ..tensors.tensor import DistributedTensor
+from ..tensors.uneven import UnevenTensor
 from ..tensors.worker_functions import issue_function
 from ..wire.codec import Buffer, dtype_name, tensor_bytes
 from ..wire.messages import ListFolder
@@ -227,7 +228,10 @@ class _Gathered:
                 return found
             _require_plain(tensor, path)
             members = 0
-            if isinstance(tensor, DistributedTensor):
+            if isinstance(tensor, UnevenTensor):
+                members = len(tensor._shards)
+                what = "uneven", id(tensor._shards[0]._handle.storage), tensor._shards[0]._handle.spec
+            elif isinstance(tensor, DistributedTensor):
                 node = tensor._handle.place.node
                 node.session.require_open()
                 members = len(node.members)
@@ -252,17 +256,21 @@ class _Gathered:
     def _dtensor(self, tensor: torch.Tensor, path: str) -> list[Json]:
         """Return what the tree has for a DTensor: also where its shards are in the whole."""
         local, about, members = sharded(tensor, path)
-        handle = local._handle
-        handle.place.node.session.require_open()
-        handle.place.node.require_alive()
-        what = f"DTensor {about.placements}", id(handle.storage), handle.spec
+        if isinstance(local, UnevenTensor):
+            shards, one = local._shards, local._shards[0]._handle
+        else:
+            one = local._handle
+            shards = [wrap(DistributedTensor, member_of(one, k)) for k in range(len(one.place.node.members))]
+        one.place.node.session.require_open()
+        one.place.node.require_alive()
+        what = f"DTensor {about.placements}", id(one.storage), one.spec
         key = self._keys.get(what)
         if key is None:
             key = self._keys[what] = self._name(path)
             for n, k in enumerate(members):
                 name = self._name(f"{key}.member{k}")
                 about.shards[n] = name, about.shards[n][1]
-                self._assign(name, wrap(DistributedTensor, member_of(handle, k)))
+                self._assign(name, shards[k])
             self._sharded[key] = about.form()
         return [*self._named(key, tensor), len(members), self._sharded[key]]
 
@@ -276,6 +284,11 @@ class _Gathered:
         return name
 
     def _add(self, key: str, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, UnevenTensor):
+            for k, shard in enumerate(tensor._shards):
+                shard._handle.place.node.require_alive()
+                self._assign(self._name(f"{key}.member{k}"), shard)
+            return
         if not isinstance(tensor, DistributedTensor):
             self.about[key] = _about(spec_of(tensor), None)
             self._local.append((key, tensor.detach().cpu()))

@@ -14,10 +14,9 @@ import torch
 
 from ..errors import NotSupportedError
 from ..log.handle import Residence
-from ..log.shards import mesh_of
-from ..operators.proxies import wrap
 from ..python.weights import Mesh, Placements, as_dtensor, slices_of
 from ..tensors.tensor import DistributedTensor
+from ..tensors.uneven import UnevenTensor, together
 from .tree import Json
 
 # A placement in the index: the dimension of a Shard, or this.
@@ -75,14 +74,14 @@ class _DTensor(torch.Tensor):
     device_mesh: Mesh
 
 
-def sharded(tensor: torch.Tensor, path: str) -> tuple[DistributedTensor, Sharded, list[int]]:
+def sharded(tensor: torch.Tensor, path: str) -> tuple[DistributedTensor | UnevenTensor, Sharded, list[int]]:
     """Return the shards of a DTensor, what the index says of it, and which members write it.
 
     The names of its shards are still to be given.
     """
     given: _DTensor = tensor  # type: ignore[assignment]
     local = given._local_tensor
-    if not isinstance(local, DistributedTensor):
+    if not isinstance(local, (DistributedTensor, UnevenTensor)):
         raise NotSupportedError(
             f"tensor {path!r} is a DTensor of this process: expected one on a mesh of the session; save "
             "x.full_tensor()"
@@ -102,7 +101,8 @@ def sharded(tensor: torch.Tensor, path: str) -> tuple[DistributedTensor, Sharded
     found: dict[tuple[int, ...], int] = {}
     for k, at in enumerate(mesh.coordinates()):
         part = slices_of(mesh, at, [*tensor.shape], given.placements)
-        found.setdefault(tuple(0 if cut is None else cut[0] for cut in part), k)
+        if all(cut is None or cut[0] < cut[1] for cut in part) or not tensor.numel():
+            found.setdefault(tuple(0 if cut is None else cut[0] for cut in part), k)
     about = Sharded([*tensor.shape], placements, [("", [*start]) for start in found])
     return local, about, [*found.values()]
 
@@ -162,6 +162,4 @@ def assembled(
 
 def on_mesh(about: Sharded, mesh: Mesh, key: str, shards: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the DTensor of the members' shards."""
-    handles = [shard._handle for shard in shards if isinstance(shard, DistributedTensor)]
-    local: torch.Tensor = wrap(DistributedTensor, mesh_of(mesh._mesh_log, mesh._home, handles))
-    return as_dtensor(local, mesh, about.size, placements_on(about, mesh, key))
+    return as_dtensor(together(shards, mesh._home), mesh, about.size, placements_on(about, mesh, key))

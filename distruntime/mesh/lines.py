@@ -20,7 +20,7 @@ import torch
 from ..collectives.adjoints import Collective, differentiable
 from ..collectives.reductions import Op
 from ..errors import UsageError
-from ..tensors.tensor import DistributedTensor
+from ..tensors.uneven import UnevenTensor
 from .line_groups import Lines
 from .operation import LineMembers, even_splits, on_mesh_of, permuted, reduction_named
 
@@ -101,12 +101,14 @@ def _apply(lines: Lines, collective: Collective, x: torch.Tensor) -> torch.Tenso
     return differentiable(LineMembers(lines), collective, [x])[0]
 
 
-def _operand(lines: Lines, x: torch.Tensor) -> DistributedTensor:
+def _operand(lines: Lines, x: torch.Tensor) -> torch.Tensor:
     if not isinstance(lines, Lines):
         raise UsageError(
             "this runs along the lines of a mesh, mesh.lines('tp') or mesh.lines() of all members, "
             f"got {lines!r}"
         )
+    if isinstance(x, UnevenTensor) and x._residence is lines.mesh_log.residence():
+        return x
     return on_mesh_of(lines, x)
 
 

@@ -23,8 +23,10 @@ from ..log.tape import cuts
 from ..operators.proxies import wrap
 from ..session.session import session_of_log
 from ..tensors.tensor import DistributedTensor
+from ..tensors.uneven import UnevenTensor, shapes_of
 from ..wire.data_channel import Reduction
 from .line_groups import Lines
+from .padding import cut, padded, require_alike
 
 # torch's functional collectives pass these names.
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
@@ -53,6 +55,9 @@ def on_mesh_of(lines: Lines, value: object) -> DistributedTensor:
         where = f"lives on {value.place}"
         if value._handle.place.node.members:
             remedy = "Name the shards that it is to have: dr.from_shards([x.member(k), ...], mesh)"
+    elif isinstance(value, UnevenTensor):
+        where = f"has shards of different shapes ({shapes_of(value._shards)})"
+        remedy = "Pad them to one shape"
     elif type(value) in (torch.Tensor, torch.nn.Parameter):
         where = "is a local tensor"
     else:
@@ -159,9 +164,11 @@ def _put(
     return made
 
 
-def perform(lines: Lines, collective: Collective, x: torch.Tensor) -> DistributedTensor:
+def perform(lines: Lines, collective: Collective, x: torch.Tensor) -> torch.Tensor:
     """Issue a collective along lines, below autograd. Return its result on every member, at once."""
     name, by, root, splits = collective
+    if isinstance(x, UnevenTensor):
+        return _perform_padded(lines, collective, x)
     given = on_mesh_of(lines, x)._handle.spec
     if name == "broadcast" and not 0 <= root < lines.size:
         raise UsageError(f"root is a rank in a line of {lines.size} members, got {root!r}")
@@ -177,6 +184,27 @@ def perform(lines: Lines, collective: Collective, x: torch.Tensor) -> Distribute
     return issue_along(lines, name, [x], [result_of(collective, given, lines.size)], root=root, reduction=by)[
         0
     ]
+
+
+def _perform_padded(lines: Lines, collective: Collective, x: UnevenTensor) -> torch.Tensor:
+    """Issue a collective of lines with tensors of different shapes: pad them to one, and cut the result."""
+    require_alike(lines, x)
+    into = lines.size if collective.name in ("reduce_scatter", "all_to_all") else 1
+    out = lines.size if collective.name in ("all_gather", "all_to_all") else 1
+    for k, shard in enumerate(x._shards):
+        if shard.shape[0] % into:
+            raise NotSupportedError(
+                f"{collective.name} along a mesh cuts the first dimension into {lines.size} equal parts, "
+                f"member {k} has {tuple(shard.shape)}: pad it"
+            )
+    whole = padded(x, into)
+    if collective.name == "all_to_all":
+        rows = whole.shape[0] // into
+        collective = collective._replace(splits=((rows,) * lines.size,) * lines.size)
+    shapes = [(shard.shape[0] // into, *shard.shape[1:]) for shard in x._shards]
+    found = perform(lines, collective, whole)
+    assert isinstance(found, DistributedTensor)
+    return cut(found, shapes, x._residence, out)
 
 
 def even_splits(lines: Lines, x: torch.Tensor, output: Sequence[int], inputs: Sequence[int]) -> Splits:

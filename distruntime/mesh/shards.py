@@ -11,15 +11,16 @@ from torch.distributed.tensor import DTensor
 from ..collectives.arguments import handle_of
 from ..errors import PlacementError, UsageError, without_our_frames
 from ..log.handle import Handle
-from ..log.shards import belongs, member_of, mesh_of, whole_of
+from ..log.shards import belongs, mesh_of, whole_of
 from ..operators.proxies import wrap
 from ..operators.transfer import upload
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
+from ..tensors.uneven import UnevenTensor, members_of
 from .mesh import DeviceMesh
 
 
-def _mesh_handle(t: object) -> Handle:
+def _on_mesh(t: object) -> DistributedTensor:
     if isinstance(t, DTensor):
         raise UsageError(
             "this takes a tensor on a mesh, got a DTensor: t.to_local() is one, of its shards, "
@@ -30,7 +31,7 @@ def _mesh_handle(t: object) -> Handle:
         raise UsageError(
             f"this takes a tensor on a mesh, got {got}: x.to(mesh.device) puts it on all members"
         )
-    return t._handle
+    return t
 
 
 @without_our_frames
@@ -39,20 +40,20 @@ def shards(t: torch.Tensor) -> list[torch.Tensor]:
 
     Block until they are here; raise what poisoned one.
     """
-    handle = _mesh_handle(t)
-    members = [wrap(DistributedTensor, member_of(handle, k)) for k in range(len(handle.place.node.members))]
-    return [*fetch(members)]
+    return [*fetch(members_of(t if isinstance(t, UnevenTensor) else _on_mesh(t)))]
 
 
 @without_our_frames
-def from_shards(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> DistributedTensor:
+def from_shards(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
     """Return a tensor on a mesh made of its members' shards. Return at once.
+
+    Where the shards differ in shape, every operator on it runs once for each member.
 
     Shards are local tensors, which are sent, or proxies at the members' places. Proxies are not copied,
     unless some of them are shards of another tensor on this mesh.
 
     Raises:
-        UsageError: not one for each member, or shapes or dtypes that differ. PlacementError: a proxy
+        UsageError: not one for each member, or dimensions or dtypes that differ. PlacementError: a proxy
         lives elsewhere.
     """
     if not isinstance(mesh, DeviceMesh):
@@ -69,12 +70,11 @@ def from_shards(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> Distribute
                 f"the shards of a mesh's tensor are tensors, shard {k} is {type(t).__name__}: "
                 "torch.tensor(...) makes one"
             )
-        if (t.shape, t.dtype) != (given[0].shape, given[0].dtype):
+        if (t.ndim, t.dtype) != (given[0].ndim, given[0].dtype):
             raise UsageError(
-                "the shards of a mesh's tensor have one shape and dtype: shard 0 is "
+                "the shards of a mesh's tensor have as many dimensions and one dtype: shard 0 is "
                 f"{tuple(given[0].shape)} {given[0].dtype}, "
-                f"shard {k} is {tuple(t.shape)} {t.dtype}. Pad them, or keep a list of tensors: "
-                "dr.primitives works on uneven lists"
+                f"shard {k} is {tuple(t.shape)} {t.dtype}. Keep a list of tensors"
             )
     for k, (t, place) in enumerate(zip(given, mesh.places)):
         if isinstance(t, DistributedTensor) and t.place != place:
@@ -91,14 +91,16 @@ def from_shards(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> Distribute
     return _put_together(mesh, given)
 
 
-def _put_together(mesh: DeviceMesh, given: Sequence[torch.Tensor]) -> DistributedTensor:
-    handles = []
+def _put_together(mesh: DeviceMesh, given: Sequence[torch.Tensor]) -> torch.Tensor:
+    handles: list[Handle] = []
     for t, place in zip(given, mesh.places):
         if isinstance(t, DistributedTensor):
             handles.append(handle_of(t.detach().contiguous()))
         else:
             home = mesh.session.places.residence(place, numbered=False)
             handles.append(upload(t, home))
+    if len({h.spec.size for h in handles}) > 1:
+        return UnevenTensor([wrap(DistributedTensor, h) for h in handles], mesh._home)
     # The log would not know that two of its tensors share memory, so the second is a copy.
     if whole_of(mesh._mesh_log, handles) is None:
         handles = [
@@ -116,12 +118,11 @@ class _Context(FunctionCtx):
 
 class _FromShards(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Context, mesh: DeviceMesh, *given: torch.Tensor) -> DistributedTensor:
+    def forward(ctx: _Context, mesh: DeviceMesh, *given: torch.Tensor) -> torch.Tensor:
         ctx.remote = [isinstance(t, DistributedTensor) for t in given]
         return _put_together(mesh, given)
 
     @staticmethod
     def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        whole = handle_of(grad)
-        parts = [wrap(DistributedTensor, member_of(whole, k)) for k in range(len(ctx.remote))]
+        parts = members_of(grad if isinstance(grad, UnevenTensor) else _on_mesh(grad))
         return None, *(part if remote else part.cpu() for part, remote in zip(parts, ctx.remote))

@@ -9,6 +9,7 @@ import torch
 
 from ..collectives.adjoints import Collective
 from ..operators.special import SPECIAL
+from ..tensors.uneven import UnevenTensor, uneven_calls
 from .operation import even_splits, issue_along, perform, reduction_named
 from .torch_process_group import lines_named
 
@@ -29,6 +30,8 @@ def _all_reduce(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) ->
 
 def _all_reduce_(cls: Any, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     x, op, group = args
+    if isinstance(x, UnevenTensor):
+        return x.copy_(perform(lines_named(group), Collective("all_reduce", reduction_named(op)), x))
     return issue_along(lines_named(group), "all_reduce", [x], into=[x], reduction=reduction_named(op))[0]
 
 
@@ -107,6 +110,8 @@ def prepare() -> None:
     """Let these operators come here, from wherever they are called."""
     for namespace in ("_c10d_functional", "_c10d_functional_autograd"):
         SPECIAL.update({f"{namespace}::{name}": special for name, special in _TABLE.items()})
+        uneven_calls.update({f"{namespace}::{name}": special for name, special in _TABLE.items()})
+    uneven_calls["_dtensor::shard_dim_alltoall"] = _shard_dim_alltoall
     SPECIAL["_dtensor::shard_dim_alltoall"] = _shard_dim_alltoall
     SPECIAL["fsdp::all_gather_copy_in"] = _all_gather_copy_in
     SPECIAL["fsdp::split_with_sizes_copy"] = _split_with_sizes_copy

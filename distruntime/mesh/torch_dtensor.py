@@ -29,10 +29,13 @@ from ..errors import NotSupportedError, PlacementError
 from ..log.current import MeshContext, asked_by_fakes
 from ..operators.new_calls import for_each_member
 from ..tensors.tensor import DistributedTensor
+from ..tensors.uneven import UnevenTensor, varying_int
 from . import torch_collectives, torch_fsdp, torch_operators, torch_ranks
+from .each_member import home_of, per_member, run_for_each
+from .padding import cut, largest
 from .torch_fsdp import replace
 from .torch_process_group import noting, placing
-from .varying import home_of, per_member, run_for_each
+from .varying import varies, varying
 
 _tensor: Any = torch.distributed.tensor
 _state_dict: Any = torch.distributed._state_dict_utils
@@ -69,6 +72,7 @@ def _prepare() -> None:
     torch_ranks.prepare()
     of_dtensors.append(_attention)
     for_each_member.append(run_for_each)
+    varying_int.append(varying)
     _state_dict._iterate_state_dict = _where_it_is(_state_dict._iterate_state_dict)
     owners: list[Any] = [placement_types, _utils, _collective_utils]
     owners += [
@@ -90,7 +94,7 @@ def _prepare() -> None:
     # In C++, a DTensor has the device of its wrapper.
     _tensor.DTensor.device = property(_device)
     replace("distribute_tensor", _at_members(_tensor.distribute_tensor))
-    _tensor._api._dtensor_init_helper = _evenly(_at_members(_tensor._api._dtensor_init_helper))
+    _tensor._api._dtensor_init_helper = _of_sizes(_at_members(_tensor._api._dtensor_init_helper))
     _tensor.DTensor.from_local = staticmethod(_of_shards(_tensor.DTensor.from_local))
     _device_mesh.DeviceMesh.__eq__ = _same_members(_device_mesh.DeviceMesh.__eq__)
     _device_mesh.new_group = noting(_device_mesh.new_group)
@@ -269,27 +273,28 @@ def _at_members(function: Callable[..., Any]) -> Callable[..., Any]:
     return choose
 
 
-def _evenly(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse a new DTensor with shards of unequal sizes, before a factory gets such a size."""
+def _of_sizes(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a factory of a DTensor run once for each member, where their shards differ in size."""
 
     @functools.wraps(make)
-    def choose(
-        factory: Any, size: Any, device_mesh: Any = None, placements: Any = None, **kwargs: Any
-    ) -> Any:
-        parts = list(size)
-        for n, placement in zip(device_mesh.shape if hasattr(device_mesh, "_home") else (), placements or ()):
-            dim = getattr(placement, "dim", None)
-            if dim is not None and -len(parts) <= dim < len(parts):
-                if parts[dim] % n:
-                    raise NotSupportedError(
-                        f"dimension {dim} of {tuple(size)} is cut into parts of different sizes by "
-                        f"{n} members, and a mesh's tensor has "
-                        "one shape. Make the size a multiple of the number of members, or use "
-                        "lists of tensors, which may be uneven: "
-                        "distruntime.primitives"
-                    )
-                parts[dim] //= n
-        return make(factory, size, device_mesh=device_mesh, placements=placements, **kwargs)
+    def choose(factory: Any, size: Any, device_mesh: Any = None, *args: Any, **kwargs: Any) -> Any:
+        home = getattr(device_mesh, "_home", None)
+        laid = (args[0] if args else kwargs.get("placements")) or ()
+        count = 1 if home is None else math.prod(device_mesh.shape)
+        if not any(p.is_shard() and size[p.dim] % count for p in laid):
+            return make(factory, size, device_mesh, *args, **kwargs)
+
+        def each(shape: Any, **options: Any) -> Any:
+            # The DTensor is what autograd sees.
+            options["requires_grad"] = False
+            if factory not in (torch.rand, torch.randn):
+                return run_for_each(factory, [shape], options, home)
+            members = range(count)
+            shapes = [tuple(n.node._local_ints[k] if varies(n) else n for n in shape) for k in members]
+            with device_mesh.drawing(laid, None):
+                return cut(factory(largest(shapes), **options), shapes, home)
+
+        return make(each, size, device_mesh, *args, **kwargs)
 
     return choose
 
@@ -304,18 +309,37 @@ def _of_shards(from_local: Callable[..., Any]) -> Callable[..., Any]:
     def choose(local_tensor: Any, device_mesh: Any = None, *args: Any, **kwargs: Any) -> Any:
         home = getattr(device_mesh, "_home", None)
         if home is not None and isinstance(local_tensor, torch.Tensor):
-            if not isinstance(local_tensor, DistributedTensor):
+            if not isinstance(local_tensor, (DistributedTensor, UnevenTensor)):
                 local_tensor = local_tensor if local_tensor.is_meta else local_tensor.to(home.device)
-            elif local_tensor._handle.place.node is not home.node:
+            elif getattr(home_of(local_tensor), "node", None) is not home.node:
                 raise PlacementError(
                     f"a DTensor on {home.place} is made of a tensor there, or of a local one, which "
                     "is sent to all members; "
                     f"this one lives on {local_tensor.place}: make it there, or by "
                     "dr.from_shards([...], mesh)"
                 )
+            if isinstance(local_tensor, UnevenTensor) and kwargs.get("shape") is None:
+                # torch multiplies one rank's sizes.
+                size = _size_of_all(local_tensor, device_mesh, args[0] if args else kwargs.get("placements"))
+                meta = torch.empty(size, device="meta")
+                kwargs.update(shape=meta.shape, stride=meta.stride())
         return from_local(local_tensor, device_mesh, *args, **kwargs)
 
     return choose
+
+
+def _size_of_all(t: UnevenTensor, mesh: Any, placements: Any) -> list[int]:
+    """Return the size of what has these shards: along a dimension that is cut, the sum of its parts."""
+    size = []
+    for dim in range(t.ndim):
+        cut_along = {k for k, p in enumerate(placements or ()) if p.is_shard(dim)}
+        at_first = [
+            shard.shape[dim]
+            for shard, at in zip(t._shards, mesh.coordinates())
+            if not any(n for k, n in enumerate(at) if k not in cut_along)
+        ]
+        size.append(sum(at_first))
+    return size
 
 
 def _where_it_is(iterate: Callable[..., Any]) -> Callable[..., Any]:
@@ -337,7 +361,9 @@ def _device(dtensor: Any) -> torch.device:
     """The device of a DTensor: as its local tensor says, where that is a proxy."""
     local = dtensor._local_tensor
     own: Any = torch.Tensor.device
-    found: torch.device = local.device if isinstance(local, DistributedTensor) else own.__get__(dtensor)
+    found: torch.device = (
+        local.device if isinstance(local, (DistributedTensor, UnevenTensor)) else own.__get__(dtensor)
+    )
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import sys
@@ -11,11 +12,16 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import _fully_shard
+from torch.overrides import TorchFunctionMode
 
 from ..errors import NotSupportedError, UsageError
+from ..log.mesh_log import MeshLog
+from ..log.shards import whole_of
 from ..streams.stream import Event
+from ..tensors.uneven import UnevenTensor, shapes_of
+from .each_member import home_of, pick, run_for_each
 from .torch_process_group import BACKEND, MeshGroup, speaking_for
-from .varying import home_of, pick, run_for_each, varies, varying
+from .varying import varies, varying
 
 # Its private parts have no stubs.
 _fsdp: Any = _fully_shard
@@ -32,6 +38,8 @@ def prepare() -> None:
     parameter._init_sharded_post_forward_param_metadata = _of_rows(
         parameter._init_sharded_post_forward_param_metadata
     )
+    parameter._init_sharded_param = _with_sizes(parameter._init_sharded_param)
+    parameter.reset_sharded_param = _padded(parameter.reset_sharded_param)
     replace("_get_device_from_mesh", _device_of(_fsdp._fsdp_init._get_device_from_mesh))
     replace("_get_post_forward_mesh_info", _of_members(_fsdp._fsdp_init._get_post_forward_mesh_info))
     replace("fully_shard", _of_modules_there(_fsdp.fully_shard))
@@ -60,13 +68,86 @@ class _Chunks(list[Any]):
         found = (
             NotImplemented if home_of(self._whole) is None else pick(self._whole, self._dim, len(self), index)
         )
-        return run_for_each(list.__getitem__, [list(self), index], {}) if found is NotImplemented else found
+        if found is NotImplemented:
+            found = run_for_each(list.__getitem__, [list(self), index], {})
+        return _Chunk(found._shards, found._residence) if isinstance(found, UnevenTensor) else found
+
+
+class _Chunk(UnevenTensor):
+    """A member's chunk of a parameter. FSDP2 asks whether it is empty."""
+
+    def numel(self) -> int:
+        """Return the number of the first member's, which is the largest."""
+        return int(self._shards[0].numel())
 
 
 def _chunks_of(chunk: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     @functools.wraps(chunk)
     def choose(tensor: Any, num_chunks: int, dim: int) -> list[Any]:
-        return _Chunks(chunk(tensor, num_chunks, dim), tensor, dim)
+        chunks = chunk(tensor, num_chunks, dim)
+        if home_of(tensor) is not None or tensor.is_meta:
+            # torch makes the empty ones of one dimension.
+            chunks = [c if c.ndim == tensor.ndim else tensor.narrow(dim, 0, 0) for c in chunks]
+        return _Chunks(chunks, tensor, dim)
+
+    return choose
+
+
+class _Narrowing(TorchFunctionMode):
+    """Lets a size that differs from member to member into functions of tensors on the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(varies(value) for value in (*args, *kwargs.values())):
+            return run_for_each(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _with_sizes(init: Callable[..., None]) -> Callable[..., None]:
+    """FSDP2 narrows its padded shards to each rank's size, also on the meta device."""
+
+    @functools.wraps(init)
+    def choose(self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
+        local = getattr(param, "_local_tensor", None)
+        if isinstance(local, UnevenTensor):
+            raise NotSupportedError(
+                f"fully_shard cuts {self._module_info.param_name!r} of {tuple(param.shape)} along a second "
+                f"dimension of the mesh, and the first has cut it unevenly ({shapes_of(local._shards)}): "
+                "make its size a multiple of the number of members, or leave it out of one of both"
+            )
+        with _Narrowing() if param.is_meta else contextlib.nullcontext():
+            init(self, param, *args, **kwargs)
+
+    return choose
+
+
+def _padded(reset: Callable[[Any], None]) -> Callable[[Any], None]:
+    """FSDP2 gathers from shards that it has padded, and pads those anew that somebody has put in their place.
+
+    It would ask an uneven shard for its size.
+    """
+
+    @functools.wraps(reset)
+    def choose(parameter: Any) -> None:
+        owner = parameter._module_info
+        mine = getattr(owner.module, owner.param_name)
+        local = getattr(mine, "_local_tensor", None)
+        home = home_of(local)
+        if home is None or not isinstance(local, UnevenTensor):
+            reset(parameter)
+            return
+        parameter.sharded_param, parameter._sharding_spec = mine, mine._spec
+        mesh_log = home.node
+        assert isinstance(mesh_log, MeshLog)
+        kept = getattr(parameter._sharded_param_data, "_handle", None)
+        if kept is not None and whole_of(mesh_log, [t._handle for t in local._shards]) is kept.storage:
+            return
+        dim = parameter.fsdp_placement.dim
+        with torch.no_grad():
+            padded = local.new_zeros(parameter.padded_sharded_param_size)
+            shards = padded.narrow(dim, 0, local.size(dim))
+            shards.copy_(local)
+        parameter._sharded_param_data, mine._local_tensor = padded.view(-1), shards
 
     return choose
 

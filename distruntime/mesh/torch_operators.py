@@ -15,8 +15,10 @@ import torch
 import torch.distributed.tensor
 import torch.distributed.tensor.parallel.loss
 from torch._decomp import decomposition_table
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as _compute_local_shape
 
-from .varying import home_of
+from ..tensors.uneven import UnevenTensor
+from .each_member import home_of
 
 _tensor: Any = torch.distributed.tensor
 _parallel_loss: Any = torch.distributed.tensor.parallel.loss
@@ -32,6 +34,14 @@ _OF_THE_WHOLE = (
     _aten.binary_cross_entropy_backward.default,
     _aten.soft_margin_loss_backward.default,
 )
+# torch takes the mean of the shards' means, which is another one where the shards have different sizes.
+_MEANS = (
+    _aten.mse_loss.default,
+    _aten.smooth_l1_loss.default,
+    _aten.huber_loss.default,
+    _aten.binary_cross_entropy.default,
+    _aten.soft_margin_loss.default,
+)
 
 
 # The values of ATen's enumeration of reductions.
@@ -44,6 +54,7 @@ def prepare(handlers: dict[Any, Handler]) -> None:
     Raises `AttributeError` for what torch has moved.
     """
     ours: dict[Any, Callable[..., Any]] = {op: _by_formula for op in _OF_THE_WHOLE}
+    ours.update({op: functools.partial(_mean, handlers) for op in _MEANS})
     ours[_aten.nll_loss_forward.default] = ours[_aten.nll_loss2d_forward.default] = _nll_loss
     ours[_aten.convolution.default] = _convolution
     ours[_aten.convolution_backward.default] = _convolution_backward
@@ -52,7 +63,7 @@ def prepare(handlers: dict[Any, Handler]) -> None:
     for op in (_aten.any.default, _aten.any.dim, _aten.any.dims):
         ours[op] = _any
     ours[_aten.select_backward.default] = _select_backward
-    for op in _OF_THE_WHOLE:
+    for op in (*_OF_THE_WHOLE, *_MEANS):
         if op not in decomposition_table:
             raise AttributeError(f"torch._decomp has no formula of {op}")
     for op, compute in ours.items():
@@ -107,6 +118,12 @@ def _as_torch(handlers: dict[Any, Handler], func: Any, args: Sequence[Any], kwar
 
 def _by_formula(func: Any, *args: Any, **kwargs: Any) -> Any:
     return decomposition_table[func](*args, **kwargs)
+
+
+def _mean(handlers: dict[Any, Handler], func: Any, *args: Any, **kwargs: Any) -> Any:
+    if any(isinstance(getattr(t, "_local_tensor", None), UnevenTensor) for t in args):
+        return _by_formula(func, *args, **kwargs)
+    return _as_torch(handlers, func, args, kwargs)
 
 
 def _local(t: Any, layout: Sequence[Any]) -> Any:
@@ -204,10 +221,8 @@ def _any(func: Any, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
 
 def _select_backward(func: Any, grad: Any, sizes: Sequence[int], dim: int, index: int) -> Any:
     """The gradient of one index. torch moves the cut dimensions wrongly if it is counted from behind."""
-    mesh, dim, own = grad.device_mesh, dim % len(sizes), list(sizes)
+    mesh, dim = grad.device_mesh, dim % len(sizes)
     layout = _cut_beside(grad.placements)
     moved = [_tensor.Shard(p.dim + (p.dim >= dim)) if p.is_shard() else p for p in layout]
-    for along, p in enumerate(moved):
-        if p.is_shard():
-            own[p.dim] //= mesh.size(along)
+    own, _ = _compute_local_shape(torch.Size(sizes), mesh, moved)
     return _as_dtensor(func(_local(grad, layout), own, dim, index), mesh, moved)

@@ -25,6 +25,7 @@ from ..errors import NotSupportedError, UsageError
 from ..log.mesh_log import MeshLog
 from ..streams.stream import Stream, current_stream, has_streams, kept_number, numbered_stream
 from ..tensors.tensor import DistributedTensor
+from ..tensors.uneven import UnevenTensor, shapes_of
 from .line_groups import Lines
 from .operation import even_splits, issue_along, perform, reduction_named
 
@@ -178,6 +179,9 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
                 # It is one value for all members, since this process speaks for all: DTensor's
                 # `torch.equal` asks so.
                 continue
+            if isinstance(t, UnevenTensor):
+                t.copy_(perform(self.lines, Collective("all_reduce", by), t))
+                continue
             x = on_mesh(t)
             stream = self._stream(x, opts)
             with nullcontext() if stream is None else stream:
@@ -317,7 +321,7 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
 
 def is_local(t: Any) -> bool:
     """Whether a tensor is this process's own."""
-    return isinstance(t, torch.Tensor) and not isinstance(t, DistributedTensor)
+    return isinstance(t, torch.Tensor) and not isinstance(t, (DistributedTensor, UnevenTensor))
 
 
 def is_on_mesh(t: Any) -> TypeGuard[DistributedTensor]:
@@ -329,6 +333,11 @@ def on_mesh(t: Any) -> DistributedTensor:
     """Return a tensor that is on a mesh; raise `UsageError` for another."""
     if is_on_mesh(t):
         return t
+    if isinstance(t, UnevenTensor):
+        raise NotSupportedError(
+            "this collective of a mesh takes shards of one shape, and these differ "
+            f"({shapes_of(t._shards)}): pad them, or use lists of tensors, dr.functional"
+        )
     where = f"lives on {t.place}" if isinstance(t, DistributedTensor) else "is a local tensor"
     raise UsageError(
         f"a process group of a mesh takes tensors on that mesh; this one {where}. Send it to all "

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..errors import InternalError, NotSupportedError
 from ..log.handle import Handle, Place, Residence, Storage, new_value, relate
@@ -56,6 +57,9 @@ class _Unanswered(threading.local):
 
 
 unanswered = _Unanswered()
+
+# It makes one tensor of shards of different shapes; see tensors/uneven.py.
+of_shards: list[Callable[[list[Any], Residence], Any]] = []
 
 
 def ask(call: Call) -> Any:
@@ -178,8 +182,9 @@ def _ask_each(call: Call) -> Any:
         found.append((results, own, named))
         outcomes.append(outcome)
     joined = _joined(cls, func, mesh_log, home, [results for results, _, _ in found], whole)
-    # The members have returned alike, or this had raised.
-    _remember(call, outcomes[0])
+    # What one member returned is remembered for all, so all must have returned alike.
+    if all(type(t) is cls for t in tree_leaves(joined) if isinstance(t, torch.Tensor)):
+        _remember(call, outcomes[0])
     return joined
 
 
@@ -207,6 +212,9 @@ def _joined(
         return type(found[0])(_joined(cls, func, mesh_log, home, list(items), whole) for items in zip(*found))
     if type(found[0]) is cls:
         if len({id(t._handle.spec) for t in found}) > 1:
+            new = not any(id(t) in whole for t in found)
+            if new and of_shards and len({(t.dtype, t.ndim) for t in found}) == 1:
+                return of_shards[0](found, home)
             raise _unlike(func, [f"{tuple(t.shape)} {t.dtype}" for t in found])
         target = whole.get(id(found[0]))
         if target is None:
@@ -225,8 +233,8 @@ def _unlike(func: torch._ops.OpOverload, results: list[str]) -> NotSupportedErro
         ", ..." if len(results) > 4 else ""
     )
     return NotSupportedError(
-        f"{func}: the results differ from member to member ({shown}), and a mesh's tensor has one shape; "
-        "call it for each: t.member(k)"
+        f"{func}: the results differ from member to member ({shown}), and a mesh's tensors have as many "
+        "dimensions and one dtype; call it for each: t.member(k)"
     )
 
 

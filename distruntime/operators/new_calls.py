@@ -273,7 +273,11 @@ def create(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: 
         *(tuple(a) if isinstance(a, list) else (type(a), a) for a in args),
         *((k, type(v), v) for k, v in kwargs.items()),
     )
-    entry: Any = place.signatures.get(signature)
+    try:
+        entry: Any = place.signatures.get(signature)
+    except TypeError:
+        # A size that differs from member to member has no hash.
+        return for_each_member[0](func, args, kwargs, place)
     if entry is None:
         return call(cls, func, args, kwargs, place, signature)
     words: list[object] = [

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..errors import NotSupportedError, PlacementError, UsageError
 from ..log.handle import Residence
 from ..tensors.tensor import DistributedTensor
+from ..tensors.uneven import UnevenTensor
 from .ways import Ways
 
 _Base: Any = _PipelineStageBase
@@ -36,6 +37,9 @@ def home_of(module: torch.nn.Module, k: int) -> Residence | None:
     found: dict[Residence, str] = {}
     for name, t in chain(module.named_parameters(), module.named_buffers()):
         local = t._local_tensor if isinstance(t, DTensor) else t
+        if isinstance(local, UnevenTensor) and local._residence is not None:
+            found.setdefault(local._residence, name)
+            continue
         if not isinstance(local, DistributedTensor):
             raise PlacementError(
                 f"stage {k} is in this process: {name} is a local tensor. Send the stage to a worker, "
@@ -98,6 +102,8 @@ class Stage(_Base):  # type: ignore[misc]
                 f"{what} is a DTensor of another mesh than that of stage {self.stage_index}, "
                 f"{self.home.place}: give its shards, t.to_local(), or the whole, t.full_tensor()"
             )
+        if isinstance(t, UnevenTensor) and t._residence is self.home:
+            return t
         if isinstance(t, DistributedTensor) and t._handle.place is self.home:
             return t
         return t.to(self.device)

@@ -21,6 +21,7 @@ import torch
 
 from ..log.line import of_a_library
 from ..tensors.tensor import DistributedTensor
+from ..tensors.uneven import UnevenTensor
 from .anchors import Anchor, anchored
 
 PLAIN = (
@@ -189,7 +190,13 @@ class Reach:
         if id(thing) in self._ids:
             return
         self._ids[id(thing)] = thing
-        if isinstance(thing, torch.Tensor) and isinstance(local_of(thing), DistributedTensor):
+        if isinstance(thing, UnevenTensor):
+            self._note(f"{path}._shards", "attribute", thing, "_shards", thing._shards)
+            if isinstance(thing._base, DistributedTensor):
+                self._tensor(f"{path}._base", thing._base)
+        elif isinstance(thing, torch.Tensor) and isinstance(
+            local_of(thing), (DistributedTensor, UnevenTensor)
+        ):
             self._dtensor(path, thing)
         elif isinstance(thing, torch.Tensor):
             # It is a local one.

@@ -17,6 +17,7 @@ import torch
 from ..errors import NotSupportedError, ProtocolError, UsageError
 from ..log.handle import Place
 from ..tensors.tensor import DistributedTensor
+from ..tensors.uneven import UnevenTensor
 from ..wire.codec import bytes_tensor, dtype_name, tensor_bytes
 from ..wire.units import count_text
 
@@ -140,15 +141,15 @@ class _Unpickler(pickle.Unpickler):
 
 def _fit(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that can be published as it is; raise for any other."""
-    if isinstance(tensor, DistributedTensor):
-        if tensor._handle.place.node.members:
+    if isinstance(tensor, (DistributedTensor, UnevenTensor)):
+        if tensor.place.members:
             raise NotSupportedError(
                 f"a tensor on a mesh ({tensor.place}) cannot be published as one: publish its members' "
                 "shards, dr.publish(name, [x.member(k) for k in range(mesh.size())]), and put them "
                 "together with dr.from_shards"
             )
         return tensor
-    if isinstance(getattr(tensor, "_local_tensor", None), DistributedTensor):
+    if isinstance(getattr(tensor, "_local_tensor", None), (DistributedTensor, UnevenTensor)):
         raise NotSupportedError(
             "a DTensor cannot be published as one: publish the shards of its local tensor, "
             "[x.to_local().member(k) for k in range(mesh.size())], and put them together with "

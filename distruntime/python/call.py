@@ -29,6 +29,7 @@ from ..session.requests import Request
 from ..session.session import session_of_log
 from ..session.stalls import before_wait, note_wait
 from ..tensors.tensor import DistributedTensor
+from ..tensors.uneven import UnevenTensor
 from ..wire.codec import OPERAND, pack_constant, unpack_constant
 from .callee import (
     Callee,
@@ -413,6 +414,8 @@ def _each(
         there = log.session.places.residence(place, numbered=False)
 
         def member(leaf: object, k: int = k) -> object:
+            if isinstance(leaf, UnevenTensor):
+                return leaf.member(k) if leaf.requires_grad and torch.is_grad_enabled() else leaf._shards[k]
             if not isinstance(leaf, DistributedTensor) or leaf._handle.place is not home:
                 return leaf
             if leaf.requires_grad and torch.is_grad_enabled():

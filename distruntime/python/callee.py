@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgpack
 import torch
 
-from ..errors import ConfigurationError, PlacementError
+from ..errors import ConfigurationError, PlacementError, UsageError
 from ..log.handle import Handle, Residence, new_value
 from ..log.issue import issue
 from ..log.line import Line
@@ -25,6 +25,7 @@ from ..log.spec import NO_TENSOR
 from ..operators.transfer import upload
 from ..session.session import active_session
 from ..tensors.tensor import DistributedTensor
+from ..tensors.uneven import UnevenTensor
 from ..wire.codec import OPERAND
 from .pickling import Given, Operand, pack_code
 
@@ -179,18 +180,24 @@ def upload_bytes(data: bytes, home: Residence) -> Handle:
 
 def place_of(name: str, operands: Sequence[Given], home: Residence | None) -> Residence:
     """Return where a call runs: where it was told to, else where its operands are, else the current place."""
-    handles = [o._handle for o in operands if isinstance(o, (DistributedTensor, Operand))]
-    first = home or (handles[0].place if handles else None)
+    places = [
+        o._handle.place if isinstance(o, (DistributedTensor, Operand)) else o._residence
+        for o in operands
+        if isinstance(o, (DistributedTensor, Operand, UnevenTensor))
+    ]
+    first = home or (places[0] if places else None)
     if first is None:
         return active_session().places.current()
     first.node.session.require_open()
-    for handle in handles:
-        handle.place.node.session.require_open()
-        if handle.place.node is not first.node:
-            handle.place.node.require_alive()
+    for place in places:
+        if place is None:
+            raise UsageError(f"{name} was given a tensor on the meta device, which has no values")
+        place.node.session.require_open()
+        if place.node is not first.node:
+            place.node.require_alive()
             first.node.require_alive()
             raise PlacementError(
-                f"{name} runs on {first.place}, and an argument is on {handle.place.place}: "
+                f"{name} runs on {first.place}, and an argument is on {place.place}: "
                 "move a tensor with x.to(device); call a function where its objects are"
             )
     first.node.require_alive()

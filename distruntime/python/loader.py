@@ -18,11 +18,10 @@ from ..errors import (
     without_our_frames,
 )
 from ..log.handle import Residence
-from ..log.shards import mesh_of
-from ..operators.proxies import wrap
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
 from ..tensors.trees import joined
+from ..tensors.uneven import together
 from .sent import ask_ahead, run_at
 from .sent_loader import Loader, begun, length_of, next_of
 from .weights import Mesh, is_mesh, where
@@ -215,13 +214,13 @@ def _joined(mesh: Mesh, found: Sequence[object]) -> object:
     """Return the batches of a mesh's members as one, of the mesh's tensors."""
     first = found[0]
     if isinstance(first, DistributedTensor):
-        shards = [t._handle for t in found if isinstance(t, DistributedTensor)]
-        if len(shards) != len(found) or any(h.spec != shards[0].spec for h in shards):
+        shards = [t for t in found if isinstance(t, DistributedTensor)]
+        if len(shards) != len(found) or len({(t.dtype, t.ndim) for t in shards}) > 1:
             raise NotSupportedError(
-                "the members' batches differ in their sizes, and a mesh's tensor has one shape: pad them in "
+                "the members' batches differ in their dtypes or dimensions: return alike ones from "
                 "collate_fn=, or make one loader for each member"
             )
-        return wrap(DistributedTensor, mesh_of(mesh._mesh_log, mesh._home, shards))
+        return together(shards, mesh._home)
     if isinstance(first, (tuple, list)) and type(first) in (tuple, list):
         items = [_joined(mesh, row) for row in zip(*found)]
         return items if type(first) is list else tuple(items)

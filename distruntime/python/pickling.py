@@ -32,6 +32,7 @@ from ..errors import NotSupportedError, UsageError
 from ..log.handle import REMOTE_TYPES, Handle, Place
 from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
+from ..tensors.uneven import UnevenTensor
 from ..wire.codec import OPERAND_CODE
 
 # An argument may name so many operands before the call is pickled.
@@ -140,10 +141,10 @@ class _Operands:
 
 
 def _operand(thing: object) -> Given | None:
-    if isinstance(thing, (DistributedTensor, Operand)):
+    if isinstance(thing, (DistributedTensor, UnevenTensor, Operand)):
         return thing
     if isinstance(thing, torch.Tensor):
-        if isinstance(getattr(thing, "_local_tensor", None), DistributedTensor):
+        if isinstance(getattr(thing, "_local_tensor", None), (DistributedTensor, UnevenTensor)):
             raise NotSupportedError(
                 "a function gets the members' shards: pass x.to_local() of a DTensor, not the DTensor"
             )

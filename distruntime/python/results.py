@@ -13,11 +13,11 @@ from ..log.issue import issue
 from ..log.line import user_line
 from ..log.log import relieve
 from ..log.mesh_log import MeshLog
-from ..log.shards import mesh_of
 from ..log.spec import Spec
 from ..operators.proxies import wrap
 from ..tensors.tensor import DistributedTensor
 from ..tensors.trees import joined as joined_tree
+from ..tensors.uneven import together
 from ..wire.codec import OPERAND
 from .structure import leaves, memory_of, wants_grad
 
@@ -178,14 +178,13 @@ def joined(name: str, log: MeshLog, home: Residence, found: list[object]) -> obj
     if all(one is None for one in found):
         return None
     if isinstance(first, DistributedTensor):
-        specs = {id(t._handle.spec) for t in found if isinstance(t, DistributedTensor)}
-        if len(specs) > 1 or not all(isinstance(t, DistributedTensor) for t in found):
+        shards = [t for t in found if isinstance(t, DistributedTensor)]
+        if len(shards) != len(found) or len({(t.dtype, t.ndim) for t in shards}) > 1:
             raise NotSupportedError(
-                f"{name} returned other sizes on some members, and a mesh's tensor has one shape: "
+                f"{name} returned tensors of other dtypes or dimensions on some members, or none: "
                 "call it for each, x.member(k)"
             )
-        shards = [t for t in found if isinstance(t, DistributedTensor)]
-        whole = wrap(DistributedTensor, mesh_of(log, home, [t._handle for t in shards]))
+        whole = together(shards, home)
         return _Joined.apply(whole, *shards) if any(t.requires_grad for t in shards) else whole  # type: ignore[no-untyped-call]
     if isinstance(first, (tuple, list)) and type(first) in (tuple, list):
         return type(first)(joined(name, log, home, list(items)) for items in zip(*found))

@@ -21,6 +21,7 @@ from ..collectives.group import groups_of
 from ..errors import (
     DistruntimeError,
     InternalError,
+    NotSupportedError,
     PlacementError,
     UsageError,
     drop_frames,
@@ -40,6 +41,7 @@ from ..streams.cancel import cancel, cancel_together
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
 from ..tensors.trees import joined
+from ..tensors.uneven import UnevenTensor, shapes_of
 from .call import invoke
 from .callee import Callee, Options, require_python, upload_bytes
 from .objects import RemoteObject
@@ -250,6 +252,20 @@ class _Team:
                     )
                 wants.append(None)
                 continue
+            if isinstance(operand, UnevenTensor):
+                if operand._residence is not self.home:
+                    raise PlacementError(
+                        f"{name} runs on the members of {self.home.place}, and one of its arguments is on "
+                        f"{operand.place}: put its shards together there, dr.from_shards([...], mesh)"
+                    )
+                if operand.requires_grad:
+                    raise NotSupportedError(
+                        f"{name} was given a tensor that requires grad and whose shards have different "
+                        f"shapes ({shapes_of(operand._shards)}): gradients of the caller's tensors are for "
+                        "shards of one shape. Pass x.detach(), and return what you need of its gradient"
+                    )
+                wants.append(None)
+                continue
             if isinstance(operand, DistributedTensor):
                 if operand._handle.place is not self.home:
                     raise PlacementError(
@@ -277,6 +293,8 @@ class _Team:
         """Return what the `k`-th member gets of an operand."""
         if isinstance(operand, ByRank):
             return operand[k]
+        if isinstance(operand, UnevenTensor):
+            return operand._shards[k]
         if isinstance(operand, DistributedTensor):
             return wrap(DistributedTensor, member_of(operand._handle, k))
         return operand

@@ -13,12 +13,11 @@ import torch
 from ..errors import DistruntimeError, NotSupportedError, PlacementError, ProtocolError, UsageError
 from ..log.handle import Place, Residence
 from ..log.mesh_log import MeshLog
-from ..log.shards import mesh_of
-from ..operators.proxies import wrap
 from ..session.session import active_session
 from ..session.spelling import is_node, named, on_node
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
+from ..tensors.uneven import together
 from .sent import ask_ahead, run_at
 from .sent_weights import Slices, read, sizes_of
 
@@ -133,7 +132,7 @@ def _on_mesh(
     members = _all(parts)
     joined: dict[str, torch.Tensor] = {}
     for name, shards in _by_name(members):
-        whole: torch.Tensor = wrap(DistributedTensor, mesh_of(log, home, [t._handle for t in shards]))
+        whole = together(shards, home)
         if name in laid:
             whole = as_dtensor(whole, mesh, *laid[name])
         joined[name] = whole
@@ -224,13 +223,9 @@ def slices_of(mesh: Mesh, at: Sequence[int], size: Sequence[int], placements: Pl
             )
         dim %= len(size)
         start, stop = cut[dim] or (0, size[dim])
-        each, rest = divmod(stop - start, count)
-        if rest or not each:
-            raise NotSupportedError(
-                f"dimension {dim} of {tuple(size)} is cut into parts of different sizes by {count} members, "
-                "and a mesh's tensor has one shape: give Replicate() for it"
-            )
-        cut[dim] = start + number * each, start + (number + 1) * each
+        # torch cuts so: the last parts are smaller, or empty.
+        each = -(-(stop - start) // count)
+        cut[dim] = min(start + number * each, stop), min(start + (number + 1) * each, stop)
     return cut
 
 

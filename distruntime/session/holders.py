@@ -179,7 +179,9 @@ def _up_to_number(path: str) -> list[str]:
 
 def _storage_of(tensor: object) -> object:
     """Return the storage of a remote tensor, or of the shards of a DTensor; None for any other object."""
-    handle = getattr(getattr(tensor, "_local_tensor", tensor), "_handle", None)
+    local = getattr(tensor, "_local_tensor", tensor)
+    # The first member's shard stands for an uneven tensor's others.
+    handle = getattr(getattr(local, "_shards", [local])[0], "_handle", None)
     return handle.storage if isinstance(handle, Handle) else None
 
 

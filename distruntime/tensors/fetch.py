@@ -25,6 +25,7 @@ from ..session.stalls import note_wait
 from ..session.timeouts import checked, deadline_in, left_until
 from .parameters import without_shape
 from .tensor import DistributedTensor
+from .uneven import UnevenTensor
 
 log = logging.getLogger("distruntime")
 T = TypeVar("T")
@@ -141,9 +142,14 @@ def fetch_async(tree: T) -> Fetched[T]:
     leaves, shape = tree_flatten(tree)
     # A DTensor comes as its whole value.
     leaves = [
-        leaf.full_tensor() if isinstance(getattr(leaf, "_local_tensor", None), DistributedTensor) else leaf
+        leaf.full_tensor()
+        if isinstance(getattr(leaf, "_local_tensor", None), (DistributedTensor, UnevenTensor))
+        else leaf
         for leaf in leaves
     ]
+    for leaf in leaves:
+        if isinstance(leaf, UnevenTensor):
+            leaf._refused("fetch")
     future: Fetched[T] = Fetched()
     # The keys are storage and metadata, so that tied tensors travel once and stay tied.
     replies: dict[tuple[int, Spec], Request[object]] = {}

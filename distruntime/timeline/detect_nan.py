@@ -20,6 +20,7 @@ from ..log.current import current_streams
 from ..log.line import Line, line_text, user_line
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
+from ..tensors.uneven import UnevenTensor, members_of
 
 # So many flags are joined into one tensor, so that the workers hold few small ones.
 _JOINED = 256
@@ -218,9 +219,10 @@ def _remote(tree: object) -> list[DistributedTensor]:
     found = []
     for leaf in tree_leaves(tree):
         local = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
-        if isinstance(local, DistributedTensor) and local.numel():
-            if local.is_floating_point() or local.is_complex():
-                found.append(local)
+        for t in members_of(local) if isinstance(local, UnevenTensor) else [local]:
+            if isinstance(t, DistributedTensor) and t.numel():
+                if t.is_floating_point() or t.is_complex():
+                    found.append(t)
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,8 @@ _MOST, _FRAMES = 1 << 30, 40
 _SMALL = 1 << 20
 # The viewer reads no newer pickle.
 _PICKLE = 4
+# A worker keeps one snapshot for a session until it has been taken.
+_one_at_a_time = threading.Lock()
 # Torch keeps so many entries of the history unless the user says otherwise. Each may take several KB.
 _ENTRIES = 100_000
 
@@ -77,7 +80,13 @@ def memory_snapshot(
     # What the program has let go of is freed by what has gathered.
     for log in session.logs:
         log.flush()
-    taken = _taken(session, worker, SNAPSHOT.get(timeout))
+    limit = SNAPSHOT.get(timeout)
+    if not _one_at_a_time.acquire(timeout=limit):
+        raise WaitTimeout(f"another thread's snapshot was not there within {limit:g} s")
+    try:
+        taken = _taken(session, worker, limit)
+    finally:
+        _one_at_a_time.release()
     found = _made(taken, born_lines(worker))
     found["distruntime"] = {"node": node, "host": worker.host, "devices": taken["devices"]}
     if to is not None:

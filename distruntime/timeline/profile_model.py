@@ -20,6 +20,7 @@ from ..log.handle import Place
 from ..session.tables import Rows, table_html, table_text
 from ..streams.stream import Event, current_stream
 from ..tensors.tensor import DistributedTensor
+from ..tensors.uneven import UnevenTensor, members_of
 from ..wire.units import size_text
 
 
@@ -252,8 +253,8 @@ def _local(tensor: object) -> object:
 def _home_of(leaves: Iterable[object]) -> _Home | None:
     """Return where the first remote tensor lives."""
     for leaf in map(_local, leaves):
-        if isinstance(leaf, DistributedTensor):
-            return _Home(leaf._handle.place.place, leaf.device)
+        if isinstance(leaf, (DistributedTensor, UnevenTensor)):
+            return _Home(leaf.place, leaf.device)
     return None
 
 
@@ -266,6 +267,9 @@ def _now(home: _Home | None) -> Event:
 
 def _memory(tensor: torch.Tensor) -> int:
     local = _local(tensor)
+    if isinstance(local, UnevenTensor):
+        # The first member has the largest shard, or as large a one as any.
+        local = members_of(local)[0]
     if isinstance(local, DistributedTensor):
         return id(local._handle.storage)
     return tensor.untyped_storage().data_ptr()
@@ -273,6 +277,8 @@ def _memory(tensor: torch.Tensor) -> int:
 
 def _bytes(tensor: torch.Tensor) -> int:
     local = _local(tensor)
+    if isinstance(local, UnevenTensor):
+        return max(t.untyped_storage().nbytes() for t in members_of(local))
     assert isinstance(local, torch.Tensor)
     return local.untyped_storage().nbytes()
 

@@ -1101,6 +1101,32 @@ class OnMeshes(Base):
             act(local)
 
     @operation(1)
+    def mesh_uneven(self) -> None:
+        """The first rows of each member's shard, here more and there less, are a tensor on the mesh: the same
+        memory. Each operator runs for each member. Its sums have one shape again.
+        """
+        a, k = self.whole(), self.random.randrange(1, 9)
+        if not all(local.is_contiguous() for local in a.locals):
+            return
+        mesh, rows = self.world.meshes[a.mesh], a.locals[0].shape[0]
+        counts = [self.random.randrange(rows + 1) for _ in a.locals]
+        self.say(a, counts, k)
+        with self.where_mesh(a.mesh):
+            part = dr.from_shards([a.remote.member(k)[:n] for k, n in enumerate(counts)], mesh)
+            part.add_(k)
+            scaled = part * k + part
+            summed = scaled.sum(0, keepdim=True)
+        locals_ = [local[:n].add_(k) for local, n in zip(a.locals, counts)]
+        for at, (local, memory) in enumerate(zip(locals_, a.memories)):
+            # Other operations choose a row.
+            if not len(local):
+                continue
+            value = Value("", mesh.places[at], None, local, memory)
+            self.keep(value.place, scaled.member(at), local * k + local, value)
+        sums = [(local * k + local).sum(0, keepdim=True) for local in locals_]
+        self.keep_whole(a.mesh, summed, sums, [Memory(m.poisoned) for m in a.memories])
+
+    @operation(1)
     def mesh_member(self) -> None:
         """One member's shard: the same memory."""
         a = self.whole()

@@ -211,7 +211,7 @@ def many(given: argparse.Namespace, world: World) -> Tally:
         given.programs,
         given.publish,
         given.most_wrong,
-        given.patience,
+        patience=given.patience,
         traced=given.trace,
     )
     started = time.monotonic()

@@ -168,26 +168,6 @@ def test_factories_and_metadata(mesh: dr.DeviceMesh) -> None:
     same(DTensor.from_local(X.to(mesh.device), mesh, [Replicate()] * mesh.ndim, run_check=True), X)
 
 
-def test_uneven_shards_are_refused_and_say_where_they_are_not(two_workers: None) -> None:
-    mesh = make("2")
-    with pytest.raises(
-        dr.NotSupportedError,
-        match=r"member 0: \(4, 3\), member 1: \(3, 3\).*multiple.*distruntime.primitives",
-    ):
-        distribute_tensor(torch.ones(7, 3), mesh, [Shard(0)])
-    with pytest.raises(dr.NotSupportedError, match="different shapes"):
-        DTensor.from_local(
-            torch.ones(7, 3, device=mesh.device), mesh, [Replicate()], run_check=False
-        ).redistribute(mesh, [Shard(0)])
-    for factory in (ones, zeros, rand):
-        with pytest.raises(
-            dr.NotSupportedError, match=r"dimension 0 of \(7, 3\) .* by 2 members.*distruntime.primitives"
-        ):
-            factory(7, 3, device_mesh=mesh, placements=[Shard(0)])
-    with pytest.raises(dr.NotSupportedError, match=r"dimension 0 of \(6,\)"):
-        ones(6, device_mesh=make("2x2"), placements=[Shard(0), Shard(0)])
-
-
 def test_tensors_that_are_not_on_the_mesh_are_refused(two_workers: None) -> None:
     mesh = make("2")
     with pytest.raises(

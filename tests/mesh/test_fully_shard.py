@@ -160,12 +160,6 @@ def test_accumulation_without_synchronisation(two_workers: None) -> None:
     same_gradients(model, serial)
 
 
-def test_uneven_parameters_are_refused(two_workers: None) -> None:
-    mesh = make("2")
-    with pytest.raises(dr.NotSupportedError, match="multiple"):
-        fully_shard(nn.Linear(4, 7).to(mesh.device), mesh=mesh)
-
-
 def test_memory_of_gathered_parameters_is_given_back(two_workers: None) -> None:
     mesh = make("2")
     dr.synchronize()

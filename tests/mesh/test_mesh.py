@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import distruntime as dr
-from distruntime.mesh.varying import run_for_each
+from distruntime.mesh.each_member import run_for_each
 from distruntime.wire.messages import AskStatus
 from processes import blocked, slots, stop, until
 
@@ -242,8 +242,8 @@ def test_bad_meshes_and_shards(mesh: Mesh) -> None:
         x.member(mesh.size())  # type: ignore[attr-defined]
     with pytest.raises(dr.UsageError, match=f"one tensor for each of the {mesh.size()} members"):
         dr.from_shards([torch.ones(1)], mesh)
-    uneven = [torch.ones(2 if k else 3) for k in range(mesh.size())]
-    with pytest.raises(dr.UsageError, match=r"shard 0 is \(3,\) torch.float32, shard 1 is \(2,\)"):
+    uneven = [torch.ones(2) if k else torch.ones(3, 1) for k in range(mesh.size())]
+    with pytest.raises(dr.UsageError, match=r"shard 0 is \(3, 1\) torch.float32, shard 1 is \(2,\)"):
         dr.from_shards(uneven, mesh)
     mixed = [torch.ones(2, dtype=torch.float64 if k else torch.float32) for k in range(mesh.size())]
     with pytest.raises(

@@ -6,6 +6,7 @@ import json
 import pickle
 import pickletools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,6 +61,15 @@ def test_torchs_own_tools_read_it_and_name_the_lines(session: Session, tmp_path:
     assert not [s for s in dr.memory_snapshot(node=1)["segments"] if s["total_size"] == 4000]  # type: ignore[attr-defined]
     del kept[:], other
     assert not [s for s in dr.memory_snapshot()["segments"] if s["total_size"] == 4000]  # type: ignore[attr-defined]
+
+
+def test_threads_take_theirs_one_after_the_other(session: Session) -> None:
+    kept = [torch.ones(100, device="remote") for _ in range(300)]
+    dr.synchronize()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: dr.memory_snapshot(), range(12)))
+    assert len({len(one["segments"]) for one in found}) == 1
+    assert len(kept) == 300
 
 
 def test_what_cannot_be_is_refused(session: Session, tmp_path: Path) -> None:

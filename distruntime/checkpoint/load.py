@@ -30,6 +30,7 @@ from ..tensors.uneven import together
 from ..tensors.worker_functions import issue_function
 from ..wire.codec import dtype_name, dtype_named
 from ..wire.messages import IndexSummary, ListFolder, ReadIndex
+from .alike import require_alike
 from .phases import VERSION, other_version
 from .save import GRAD, PARAMETER, SMALL, folder_of, host_of, send_plan, under_way
 from .sharded import Part, Sharded, assembled, on_mesh, overlap, parts_for
@@ -64,8 +65,8 @@ def load(  # type: ignore[explicit-any]
         path: the folder, as it was given to `save`.
         place: where remote tensors go. None means the node and device where each was, or the current place if
             that is not there. A `Place`, "remote:1", a `torch.device` like it or the number of a node means
-            there. "cpu" means into this process. A mesh takes the tensors that were on a mesh of as many
-            members, each member's shard at its place, and the others go where they were.
+            there. "cpu" means into this process. A mesh takes the tensors that were on a mesh, and the
+            others go where they were.
         node: where weights lie and go to: the number of a node (its first GPU, else its CPU), a place, or a
             mesh, at each of whose nodes they lie. `path` is then one at the worker: a safetensors file, a
             file of `torch.save`, or a folder of them as Hugging Face has it. The result is a dict of remote
@@ -80,7 +81,7 @@ def load(  # type: ignore[explicit-any]
         CheckpointError: there is none, or it is half, damaged or of another version.
         FileNotFoundError: there are no weights at `node`.
         PlacementError: there is no such place.
-        UsageError: a tensor was on a mesh, and `place` is none, or one of another size.
+        UsageError: a tensor differed from member to member of a mesh, and `place` is no mesh of as many.
         NodeFailed: a worker was lost meanwhile.
     """
     if node is not None:
@@ -285,6 +286,8 @@ class _Reading:
         self._made: dict[tuple[str, int], torch.Tensor] = {}
         # These are each member's part of a DTensor, and the shards that the part is made of.
         self._parts: dict[str, list[tuple[Part, list[tuple[list[int], str]]]]] = {}
+        # These are the members' tensors of which one will do for other places, if they were alike.
+        self._alike: dict[str, list[str]] = {}
 
     def add(self, form: list[Json]) -> None:
         """Put a tensor of the tree on the list of those to read."""
@@ -297,20 +300,52 @@ class _Reading:
             self._add_parts(key, about, mesh)
             return
         if mesh is None or len(mesh.places) != members:
-            raise UsageError(
-                f"{key!r} was on a mesh of {members} members, and needs a mesh of as many: "
-                f"dr.load(path, place=mesh), with dr.init_device_mesh of {members} places"
-                + (f"; got one of {len(mesh.places)}" if mesh is not None else "")
-            )
+            self._alike[key] = [f"{key}.member{k}" for k in range(members)]
+            return
         for k in range(members):
             self._add(f"{key}.member{k}", mesh.places[k])
+
+    def _add_alike(self) -> None:
+        """Have each member of the mesh, or one place, read what the members held alike.
+
+        Raise `UsageError` where they did not.
+        """
+        mesh = self._target.mesh
+        rows = {key: [self._row(name) for name in names] for key, names in self._alike.items()}
+        require_alike(rows, self._stored.holders, self._ask_sums, mesh)
+        for key, names in self._alike.items():
+            if mesh is None:
+                self._add(names[0], self._whole_at(), f"{key}.member0")
+                continue
+            for k, place in enumerate(mesh.places):
+                near = (
+                    name
+                    for name, row in zip(names, rows[key])
+                    if self._session.nodes[place.node] in self._stored.holders[str(row[0])]
+                )
+                self._add(next(near, names[0]), place, f"{key}.member{k}")
+
+    def _row(self, name: str) -> list[object]:
+        """Return what a worker has to know to find a tensor."""
+        about = _TensorEntry.parsed(self._about[name])
+        return [self._files[about.file], name, about.dtype, about.shape, about.stride]
+
+    def _ask_sums(self, node: Node, rows: list[list[object]]) -> Handle:
+        plan: dict[str, object] = {
+            "folder": self._stored.folder,
+            "save": self._stored.save,
+            "tensors": rows,
+        }
+        found = new_value(spec((len(rows),), (1,), 0, torch.int64), host_of(self._session, node))
+        issue_function(node, "checkpoint_sums", [send_plan(node, plan)], fresh=found)
+        return found
 
     def _add_parts(self, key: str, about: Sharded, mesh: Mesh | None) -> None:
         """Have each member of a mesh read the shards that it needs, or one place all of them."""
         if key in self._parts:
             return
         self._parts[key] = []
-        for k, part in enumerate(parts_for(about, mesh, key)):
+        for k, part in enumerate(parts_for(about, mesh)):
             pieces = []
             for name, start in about.shards:
                 if overlap(start, _TensorEntry.parsed(self._about[name]).shape, part) is not None:
@@ -340,7 +375,7 @@ class _Reading:
             dtype = dtype_named(_TensorEntry.parsed(self._about[about.shards[0][0]]).dtype)
             there = self._session.places.residence(mesh.places[len(found)], numbered=False)
             found.append(torch.empty([b - a for a, b in part], dtype=dtype, device=there.device))
-        return found[0] if mesh is None else on_mesh(about, mesh, key, found)
+        return found[0] if mesh is None else on_mesh(about, mesh, found)
 
     def _add(self, name: str, place: Place | None, key: str = "") -> None:
         """Have a tensor of a file read, under a key of its own where several places read it."""
@@ -369,6 +404,7 @@ class _Reading:
 
     def values(self) -> dict[str, torch.Tensor]:
         """Block until all are read; return them by their keys."""
+        self._add_alike()
         groups: dict[tuple[Residence, bool], list[str]] = {}
         for key, wanted in self._reads.items():
             groups.setdefault((wanted.reader, wanted.small), []).append(key)
@@ -460,10 +496,13 @@ class _Reading:
         made = self._made.get((key, alias))
         if made is None:
             if (key, -1) not in self._made:
+                mesh = self._target.mesh
                 if about is not None:
                     self._made[key, -1] = self._sharded(values, key, about)
+                elif members and mesh is not None:
+                    self._made[key, -1] = self._on_mesh(values, key, len(mesh.places))
                 else:
-                    self._made[key, -1] = values[key] if not members else self._on_mesh(values, key, members)
+                    self._made[key, -1] = values[f"{key}.member0" if members else key]
             made = self._made[key, -1].detach()
             if flags & PARAMETER:
                 made = torch.nn.Parameter(made, bool(flags & GRAD))

@@ -14,13 +14,15 @@ import torch
 
 from ..errors import NotSupportedError
 from ..log.handle import Residence
-from ..python.weights import Mesh, Placements, as_dtensor, slices_of
+from ..python.weights import Mesh, Placements, as_dtensor, cuts_after, is_late, slices_of
 from ..tensors.tensor import DistributedTensor
 from ..tensors.uneven import UnevenTensor, together
 from .tree import Json
 
 # A placement in the index: the dimension of a Shard, or this.
 _REPLICATE = -1
+# Under it: a dimension that is cut after the mesh's later dimensions have cut it. -2 is dimension 0.
+_LATE = -2
 Part = list[tuple[int, int]]
 
 
@@ -28,8 +30,9 @@ Part = list[tuple[int, int]]
 class Sharded:
     """A DTensor as the index has it.
 
-    `placements` has a dimension for each that is cut, and -1 for a replica. `shards` has the name of each
-    distinct shard, and where it begins in the whole.
+    `placements` has a dimension for each that is cut, -1 for a replica, and -2 - dim for a dimension that the
+    mesh's later dimensions have cut before. `shards` has the name of each distinct shard, and where it begins
+    in the whole.
     """
 
     size: list[int]
@@ -87,12 +90,14 @@ def sharded(tensor: torch.Tensor, path: str) -> tuple[DistributedTensor | Uneven
             "x.full_tensor()"
         )
     mesh, placements = given.device_mesh, []
-    for placement in given.placements:
+    for k, placement in enumerate(given.placements):
         kind, dim = type(placement).__name__, getattr(placement, "dim", None)
         if kind == "Replicate":
             placements.append(_REPLICATE)
         elif kind == "Shard" and isinstance(dim, int):
             placements.append(dim % tensor.ndim)
+        elif is_late(mesh, k, given.placements) and isinstance(dim, int):
+            placements.append(_LATE - dim % tensor.ndim)
         else:
             raise NotSupportedError(
                 f"tensor {path!r} is a DTensor with {placement!r}, and a checkpoint holds Shard(dim) and "
@@ -107,32 +112,37 @@ def sharded(tensor: torch.Tensor, path: str) -> tuple[DistributedTensor | Uneven
     return local, about, [*found.values()]
 
 
-def parts_for(about: Sharded, mesh: Mesh | None, key: str) -> list[Part]:
+def parts_for(about: Sharded, mesh: Mesh | None) -> list[Part]:
     """Return the part of the whole that each member of a mesh holds; without a mesh, the whole."""
     if mesh is None:
         return [[(0, n) for n in about.size]]
-    laid = placements_on(about, mesh, key)
+    laid = placements_on(about, mesh)
     return [
         [cut or (0, n) for cut, n in zip(slices_of(mesh, at, about.size, laid), about.size)]
         for at in mesh.coordinates()
     ]
 
 
-def placements_on(about: Sharded, mesh: Mesh, key: str) -> Placements:
-    """Return how a mesh shares a tensor: as it was, or along one dimension as the mesh before did along its
-    first that cut.
+def placements_on(about: Sharded, mesh: Mesh) -> Placements:
+    """Return how a mesh shares a tensor: as it was, or on a mesh of other dimensions along the same ones.
+
+    If these are more than the mesh's, it takes the first ones. If they are fewer, the last one is cut by the
+    others, too.
     """
     dims = about.placements
     if len(mesh.shape) != len(dims):
-        cut = [dim for dim in dims if dim != _REPLICATE]
-        if len(mesh.shape) != 1 or len(set(cut)) > 1:
-            raise NotSupportedError(
-                f"{key!r} was a DTensor on a mesh of {len(dims)} dimensions, and this one has "
-                f"{len(mesh.shape)}: expected as many, or one. place='cpu' brings it whole"
-            )
-        dims = cut[:1] or [_REPLICATE]
+        cut = [*dict.fromkeys(_LATE - dim if dim <= _LATE else dim for dim in dims if dim != _REPLICATE)]
+        dims = [cut[min(k, len(cut) - 1)] if cut else _REPLICATE for k in range(len(mesh.shape))]
     kinds = importlib.import_module("torch.distributed.tensor")
-    return [kinds.Replicate() if dim == _REPLICATE else kinds.Shard(dim) for dim in dims]
+    laid = [
+        kinds.Replicate() if dim == _REPLICATE else kinds.Shard(_LATE - dim if dim <= _LATE else dim)
+        for dim in dims
+    ]
+    late = importlib.import_module("torch.distributed.tensor.placement_types")._StridedShard
+    for k, dim in enumerate(dims):
+        if dim <= _LATE:
+            laid[k] = late(_LATE - dim, split_factor=cuts_after(mesh, k, laid))
+    return laid
 
 
 def overlap(start: Sequence[int], size: Sequence[int], part: Part) -> Part | None:
@@ -160,6 +170,6 @@ def assembled(
     return made
 
 
-def on_mesh(about: Sharded, mesh: Mesh, key: str, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+def on_mesh(about: Sharded, mesh: Mesh, shards: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the DTensor of the members' shards."""
-    return as_dtensor(together(shards, mesh._home), mesh, about.size, placements_on(about, mesh, key))
+    return as_dtensor(together(shards, mesh._home), mesh, about.size, placements_on(about, mesh))

@@ -97,6 +97,8 @@ def _prepare() -> None:
     _tensor._api._dtensor_init_helper = _of_sizes(_at_members(_tensor._api._dtensor_init_helper))
     _tensor.DTensor.from_local = staticmethod(_of_shards(_tensor.DTensor.from_local))
     _device_mesh.DeviceMesh.__eq__ = _same_members(_device_mesh.DeviceMesh.__eq__)
+    if hasattr(_device_mesh.DeviceMesh, "_concatenate"):
+        _device_mesh.DeviceMesh._concatenate = staticmethod(_joined(_device_mesh.DeviceMesh._concatenate))
     _device_mesh.new_group = noting(_device_mesh.new_group)
     _device_mesh.DeviceMesh._init_one_process_group = staticmethod(
         placing(_device_mesh.DeviceMesh._init_one_process_group)
@@ -116,6 +118,22 @@ def _wrap_marked(owner: ModuleType | type) -> None:
     # Without this error, every member would quietly do what the first one does.
     if not found:
         raise AttributeError(f"no function of {owner.__name__} is marked maybe_run_for_local_tensor")
+
+
+def _joined(concatenate: Callable[..., Any]) -> Callable[..., Any]:
+    """FSDP2 joins its dimension and that of tensor parallelism to one mesh.
+
+    A plain mesh of torch's would give every member the first one's part of what is cut along it.
+    """
+
+    @functools.wraps(concatenate)
+    def choose(device_mesh_list: Any) -> Any:
+        made = concatenate(device_mesh_list)
+        if all(hasattr(mesh, "_home") for mesh in device_mesh_list):
+            made = device_mesh_list[0]._seen(made, sum((mesh._dims for mesh in device_mesh_list), ()))
+        return made
+
+    return choose
 
 
 def _same_members(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeGuard
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
 from ..collectives.adjoints import Collective
@@ -37,6 +38,7 @@ _OBJECTS = (
     torch.int64,
 )
 _c10d: Any = distributed_c10d
+_in_cpp: Any = _distributed_c10d
 _dist: Any = dist
 
 
@@ -78,6 +80,15 @@ class Issued(dist.Work):
         future = torch.futures.Future() if self._stream is None else _Results(self._stream)
         future.set_result(self._results)
         return future
+
+    def lasting(self) -> dist.Work:
+        """Return what torch's C++ code may keep.
+
+        Where nobody else keeps this object, C++ code has a half of it without these methods. It would wait
+        for that half without end.
+        """
+        work: dist.Work = _in_cpp._create_work_from_future(self.get_future())
+        return work
 
 
 class MastersRank(int):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import _functional_collectives, distributed_c10d
+from torch.distributed.algorithms.join import Join
 from torch.utils.data import DistributedSampler
 
 from ..backend.on_import import when_imported
@@ -21,11 +22,12 @@ from ..errors import NotSupportedError, UsageError
 from . import lines
 from .operation import permuted
 from .torch_fsdp import replace
-from .torch_process_group import MastersRank, MeshGroup, is_on_mesh, lines_named
+from .torch_process_group import Issued, MastersRank, MeshGroup, is_on_mesh, lines_named
 
 _c10d: Any = distributed_c10d
 _functional: Any = _functional_collectives
 _Sampler: Any = DistributedSampler
+_Join: Any = Join
 
 
 def prepare() -> None:
@@ -37,6 +39,7 @@ def prepare() -> None:
     replace("barrier", _barrier(dist.barrier))
     when_imported("torch.distributed.nn.functional", _with_gradients)
     replace("permute_tensor", _permute(_functional.permute_tensor))
+    _Join.notify_join_context = staticmethod(_lasting(_Join.notify_join_context))
 
 
 def mesh_group(group: Any) -> MeshGroup | None:
@@ -168,6 +171,17 @@ def _permute(permute_tensor: Callable[..., Any]) -> Callable[..., Any]:
                 f"got {targets}"
             )
         return permuted(found, self, targets)
+
+    return choose
+
+
+def _lasting(notify: Callable[..., Any]) -> Callable[..., Any]:
+    """DistributedDataParallel gives what this returns to its C++ code, which alone keeps it."""
+
+    @functools.wraps(notify)
+    def choose(joinable: Any) -> Any:
+        work = notify(joinable)
+        return work.lasting() if isinstance(work, Issued) else work
 
     return choose
 

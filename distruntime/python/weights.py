@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -202,18 +203,25 @@ def _laid(
 
 
 def slices_of(mesh: Mesh, at: Sequence[int], size: Sequence[int], placements: Placements) -> Slices:
-    """Return what a member at some coordinates holds of a tensor. `placements` are Shard and Replicate."""
+    """Return what a member at some coordinates holds of a tensor.
+
+    `placements` are Shard and Replicate, and what FSDP2 has over tensor parallelism: a cut of what the mesh's
+    later dimensions have cut already.
+    """
     if len(placements) != len(mesh.shape):
         raise UsageError(
             f"{len(placements)} placements were given for the {len(mesh.shape)} dimensions of {mesh}"
         )
     cut: list[tuple[int, int] | None] = [None] * len(size)
-    for number, count, placement in zip(at, mesh.shape, placements):
+    steps = list(zip(at, mesh.shape, placements))
+    late = [k for k, (_, _, placement) in enumerate(steps) if is_late(mesh, k, placements)]
+    for k in [*(k for k in range(len(steps)) if k not in late), *reversed(late)]:
+        number, count, placement = steps[k]
         kind = type(placement).__name__
         if kind == "Replicate":
             continue
         dim = getattr(placement, "dim", None)
-        if kind != "Shard" or not isinstance(dim, int):
+        if (kind != "Shard" and k not in late) or not isinstance(dim, int):
             raise NotSupportedError(
                 f"{placement}: weights are read as Shard(dim) or Replicate(); load them so, and redistribute"
             )
@@ -227,6 +235,22 @@ def slices_of(mesh: Mesh, at: Sequence[int], size: Sequence[int], placements: Pl
         each = -(-(stop - start) // count)
         cut[dim] = min(start + number * each, stop), min(start + (number + 1) * each, stop)
     return cut
+
+
+def is_late(mesh: Mesh, k: int, placements: Placements) -> bool:
+    """Whether a dimension of the mesh cuts what its later dimensions have cut, as FSDP2 does."""
+    factor = getattr(placements[k], "split_factor", None)
+    return isinstance(factor, int) and factor == cuts_after(mesh, k, placements)
+
+
+def cuts_after(mesh: Mesh, k: int, placements: Placements) -> int:
+    """Return into how many parts the later dimensions of a mesh cut what dimension `k` cuts, too."""
+    dim = getattr(placements[k], "dim", None)
+    return math.prod(
+        count
+        for count, other in zip(mesh.shape[k + 1 :], placements[k + 1 :])
+        if getattr(other, "dim", None) == dim
+    )
 
 
 def as_dtensor(local: torch.Tensor, mesh: Mesh, size: Sequence[int], placements: Placements) -> torch.Tensor:

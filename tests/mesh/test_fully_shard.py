@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
@@ -192,6 +192,21 @@ def test_distributed_data_parallel(two_workers: None) -> None:
     mesh, serial = make("2"), MLP()
     model = nn.parallel.DistributedDataParallel(copied(serial, mesh), process_group=mesh.get_group())
     train(mesh, model, serial)
+
+
+def test_what_both_dimensions_cut_is_laid_out_anew_for_each_member(two_workers: None) -> None:
+    """FSDP2 joins two slices of a mesh to one. Each member has to take its own part there."""
+    mesh, serial = make("2x2"), MLP()
+    model = copied(serial, mesh)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    sharded(model, mesh["dp"])
+    for p, q in zip(model.parameters(), serial.parameters()):
+        assert isinstance(p, DTensor) and isinstance(p.device_mesh, dr.DeviceMesh)
+        given, rows = torch.randn(q.shape), [Shard(0), Shard(0)]
+        other = distribute_tensor(given, p.device_mesh, rows)
+        same(p.detach().redistribute(placements=rows), q.detach())
+        same(other.clone().lerp_(p.detach(), 0.5), given.lerp(q.detach(), 0.5))
+        same(p.detach().clone().lerp_(other, 0.5), q.detach().lerp(given, 0.5))
 
 
 def test_state_dicts(two_workers: None) -> None:

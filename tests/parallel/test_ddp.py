@@ -136,14 +136,37 @@ def test_hooks(hook: str, mesh: dr.DeviceMesh) -> None:
         same(model, serial, 1e-6 if hook == "allreduce_hook" else 1e-3)
 
 
-def test_join_with_even_inputs(mesh: dr.DeviceMesh) -> None:
+@pytest.mark.parametrize("by_all", [True, False], ids=["by all", "by those with data"])
+def test_join_where_a_members_data_ends_earlier(by_all: bool, mesh: dr.DeviceMesh) -> None:
+    """It goes on with any batch, whose loss counts nothing. torch's join adds zeros in its place."""
     serial = Net()
     model = wrap(serial, mesh)
-    parts, x = batches(mesh)
-    with model.join():
-        model(x).square().mean().backward()
-    serial_step(serial, parts)
-    same(model, serial)
+    ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, serial))
+    n = len(mesh.places)
+    # Members have 3, 2, 1 and 1 batches.
+    have = [max(3 - k, 1) for k in range(n)]
+    with model.join(divide_by_initial_world_size=by_all, throw_on_early_termination=True):
+        for step in range(3):
+            parts, x = batches(mesh)
+            active = [float(step < mine) for mine in have]
+            share = 1.0 if by_all else n / sum(active)
+            weight = dr.from_shards([torch.tensor(share * one) for one in active], mesh)
+            ours.zero_grad()
+            theirs.zero_grad()
+            (model(x).square().mean() * weight).backward()
+            losses = [serial(part).square().mean() for part, one in zip(parts, active) if one]
+            torch.stack(losses).sum().div(n if by_all else len(losses)).backward()
+            same(model, serial)
+            ours.step()
+            theirs.step()
+
+
+def test_batches_of_other_sizes_are_refused(mesh: dr.DeviceMesh) -> None:
+    if len(mesh.places) == 1:
+        pytest.skip("one member has one batch")
+    rows = [6] * (len(mesh.places) - 1) + [4]
+    with pytest.raises(dr.UsageError, match=r"shard 0 is \(6, 8\).*, shard \d is \(4, 8\).*Pad them"):
+        dr.from_shards([torch.randn(one, 8) for one in rows], mesh)
 
 
 def test_training_is_the_serial_one(mesh: dr.DeviceMesh) -> None:

@@ -137,7 +137,14 @@ class Runner:
 
             remote_devices.add()
         if plan.mode == DEFAULT:
+            from torch.testing._internal import common_distributed, common_utils
+
             self.around = functools.partial(torch.device, "remote")
+            # torch counts what a test has left around it. Where a test's own setUp leaves that out, the
+            # device counts as left by the test.
+            common_utils.TestCase._prev_torch_function_mode_stack_len = 1
+            # torch's pipeline tests ask for a backend of GPUs, and then take the device of this session.
+            common_distributed.requires_accelerator_dist_backend = lambda backends=None: lambda test: test
 
     def _open(self) -> None:
         dr.init_master_worker(world_size=1, timeout=PATIENCE)

@@ -310,6 +310,18 @@ def read_packed(packed: torch.Tensor) -> torch.Tensor:
     )
 
 
+def sums(packed: torch.Tensor) -> torch.Tensor:
+    """Return the checksums of tensors, as their files have them."""
+    plan, _ = plan_of(packed)
+    folder, files = plan["folder"], dict[str, _File]()
+    found = []
+    for name, key, *_ in plan["tensors"]:
+        if name not in files:
+            files[name] = _File(folder, name, plan["save"])
+        found.append(files[name].sum_of(key))
+    return torch.tensor(found, dtype=torch.int64)
+
+
 def _values(plan: CheckpointPlan) -> Iterator[tuple[torch.Tensor, list[int] | None]]:
     """Yield the values of each tensor of a plan, in the file's memory, and the strides that it is to have."""
     folder, files = plan["folder"], dict[str, _File]()
@@ -360,6 +372,13 @@ class _File:
             )
         self._sums = dict(zip(keys, sums))
 
+    def sum_of(self, key: str) -> int:
+        """Return the checksum of a tensor's bytes. Raise `CheckpointError` if the file has none."""
+        try:
+            return int(self._sums[key], 16)
+        except (KeyError, ValueError):
+            raise self._damaged(f"it has no checksum of {key!r}") from None
+
     def tensor(self, key: str, dtype: torch.dtype, sizes: list[int]) -> torch.Tensor:
         """Return a tensor in the memory of the file.
 
@@ -395,4 +414,5 @@ FUNCTIONS: dict[str, Operator] = {
     "distruntime::checkpoint_write": write,
     "distruntime::checkpoint_read": read,
     "distruntime::checkpoint_read_packed": read_packed,
+    "distruntime::checkpoint_sums": sums,
 }

@@ -29,7 +29,7 @@ from ..errors import NotSupportedError, PlacementError
 from ..log.current import MeshContext, asked_by_fakes
 from ..operators.new_calls import for_each_member
 from ..tensors.tensor import DistributedTensor
-from . import torch_collectives, torch_fsdp, torch_operators, torch_ranks
+from . import torch_collectives, torch_context, torch_fsdp, torch_operators, torch_ranks
 from .torch_fsdp import replace
 from .torch_process_group import noting, placing
 from .varying import home_of, per_member, run_for_each
@@ -67,6 +67,7 @@ def _prepare() -> None:
     torch_collectives.prepare()
     torch_fsdp.prepare()
     torch_ranks.prepare()
+    torch_context.prepare()
     of_dtensors.append(_attention)
     for_each_member.append(run_for_each)
     _state_dict._iterate_state_dict = _where_it_is(_state_dict._iterate_state_dict)
@@ -223,6 +224,9 @@ def _attention(
     mesh = query.device_mesh
     if any(t.device_mesh != mesh for t in given):
         return NotImplemented
+    found = torch_context.in_parts(query, key, value, attn_mask, dropout_p, *options, **named)
+    if found is not None:
+        return found
     layout = [_tensor.Replicate()] * mesh.ndim
     for dim in range(query.ndim - 2):
         along = [k for k, p in enumerate(query.placements) if type(p) is _tensor.Shard and p.dim == dim]

@@ -17,7 +17,7 @@ from ..mesh.shards import from_shards
 from ..tensors.tensor import DistributedTensor
 
 # One mode of a layout, or some dimensions of a mesh.
-Modes = str | Sequence[str]
+Modes = int | str | Sequence[int | str]
 
 
 @final

@@ -75,6 +75,7 @@ if typing.TYPE_CHECKING:
     from .mesh.mesh import DeviceMesh, init_device_mesh
     from .mesh.shards import from_shards, shards
     from .parallel.data_parallel import DataParallel
+    from .parallel.experts import Experts
     from .parallel.pipeline import Pipeline, pipeline
     from .parallel.sharded_ema import ShardedEMA
     from .parallel.sharded_optimizer import ShardedOptimizer
@@ -191,6 +192,7 @@ __all__ = [
     "DistruntimeError",
     "DoubleTensor",
     "Event",
+    "Experts",
     "Fetched",
     "FloatTensor",
     "HalfTensor",

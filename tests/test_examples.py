@@ -73,7 +73,7 @@ ALONE = [example for example in EXAMPLES if example.stem != "02_digits"]
 TWINS = {
     *("06_data_parallel", "07_pipeline", "09_mesh", "10_tensor_parallel", "11_fsdp"),
     "13_parameter_server",
-    *("17_cut_convolution", "18_schedules"),
+    *("17_cut_convolution", "18_schedules", "19_all_together"),
     "20_ddp",
 }
 LONG = {
@@ -88,6 +88,7 @@ LONG = {
     "14_batched_inference": "starts workers and answers questions, 7 s in the suite",
     "15_actors": "plays fifteen rounds, 6 s of a core",
     "18_schedules": "trains on two workers and here, 5 s in the suite",
+    "19_all_together": "trains on eight members of four workers, 20 s of a core",
     "16_sweep": "trains eight models, 8 s of a core",
 }
 

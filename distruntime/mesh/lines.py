@@ -21,6 +21,7 @@ from ..collectives.adjoints import Collective, differentiable
 from ..collectives.reductions import Op
 from ..errors import UsageError
 from ..tensors.uneven import UnevenTensor
+from .attention import attention
 from .line_groups import Lines
 from .operation import LineMembers, even_splits, on_mesh_of, permuted, reduction_named
 
@@ -117,6 +118,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "attention",
     "broadcast",
     "reduce_scatter",
     "shift",

@@ -30,7 +30,7 @@ from ..log.current import MeshContext, asked_by_fakes
 from ..operators.new_calls import for_each_member
 from ..tensors.tensor import DistributedTensor
 from ..tensors.uneven import UnevenTensor, varying_int
-from . import torch_collectives, torch_fsdp, torch_operators, torch_ranks
+from . import torch_collectives, torch_context, torch_fsdp, torch_operators, torch_ranks
 from .each_member import home_of, per_member, run_for_each
 from .padding import cut, largest
 from .torch_fsdp import replace
@@ -70,6 +70,7 @@ def _prepare() -> None:
     torch_collectives.prepare()
     torch_fsdp.prepare()
     torch_ranks.prepare()
+    torch_context.prepare()
     of_dtensors.append(_attention)
     for_each_member.append(run_for_each)
     varying_int.append(varying)
@@ -245,6 +246,9 @@ def _attention(
     mesh = query.device_mesh
     if any(t.device_mesh != mesh for t in given):
         return NotImplemented
+    found = torch_context.in_parts(query, key, value, attn_mask, dropout_p, *options, **named)
+    if found is not None:
+        return found
     layout = [_tensor.Replicate()] * mesh.ndim
     for dim in range(query.ndim - 2):
         along = [k for k, p in enumerate(query.placements) if type(p) is _tensor.Shard and p.dim == dim]

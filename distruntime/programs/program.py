@@ -171,7 +171,7 @@ class Program(Generic[P, R]):
         ]
         # A mesh keeps what each member's rank is. The layouts of DTensors read it.
         roots += [
-            (f"the ranks {key}", tensor)
+            (f"the ranks {key} of mesh {mesh.number}", tensor)
             for mesh in session.meshes
             for key, tensor in mesh.residence().numbers.items()
         ]

@@ -1291,6 +1291,63 @@ class OnMeshes(Base):
                 locals_[k], memories[k] = (given if inside else given * 0).clone(), Memory(poisoned)
         self.keep_whole(a.mesh, remote, locals_, memories)
 
+    @operation(0.3)
+    def mesh_attention(self) -> None:
+        """A sequence that a line cuts, compared in steps of a sixteenth."""
+        number = self.random.randrange(len(self.world.meshes))
+        mesh, lines = self.world.meshes[number], self.random.choice(self.world.lines[number])
+        causal, balanced = self.chance(0.5), self.chance(0.5)
+        self.say(f"mesh {number}", lines, causal, balanced)
+        queries, keys, values = (
+            [(self.numbers((1, 2, 3)) % 7 - 3).double() for _ in mesh.places] for _ in range(3)
+        )
+        parts = [dr.from_shards(of_all, mesh) for of_all in (queries, keys, values)]
+        with self.where_mesh(number):
+            found = dr.lines.attention(lines, *parts, is_causal=causal, balanced=balanced)
+            # Where sums are rounded otherwise, no number is near a border.
+            remote = (found * 16 + 0.1234).round().long().flatten()
+        twins = [torch.empty(0)] * len(mesh.places)
+        for row in lines.rows:
+            at = [[k, 2 * len(row) - 1 - k] if balanced else [2 * k, 2 * k + 1] for k in range(len(row))]
+            order = torch.tensor(at).flatten().argsort()
+            whole = [torch.cat([of_all[k] for k in row], 1)[:, order] for of_all in (queries, keys, values)]
+            out = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=causal)
+            for k, mine in zip(row, at):
+                twins[k] = (out[:, mine] * 16 + 0.1234).round().long().flatten()
+        self.keep_whole(number, remote, twins, [Memory() for _ in twins])
+
+    @operation(0.3)
+    def mesh_experts(self) -> None:
+        """Tokens go to experts at other members and back; whole numbers, so that sums are exact."""
+        number = self.random.randrange(len(self.world.meshes))
+        mesh = self.world.meshes[number]
+        dim, places = self.random.randrange(len(mesh.shape)), mesh.places
+        others = [d for d in range(len(mesh.shape)) if d != dim]
+        count = mesh.shape[dim] * self.random.randrange(1, 3)
+        choices = min(2, count)
+        factors = [self.random.randrange(-3, 4) for _ in range(count)]
+        every = [Times(torch.tensor([float(factor)])) for factor in factors]
+        x = [(self.numbers((5, 1)) % 7 - 3).float() for _ in places]
+        chosen = [torch.tensor([self.random.sample(range(count), choices) for _ in range(5)]) for _ in places]
+        self.say(f"mesh {number}", dim, count)
+        with self.where_mesh(number):
+            experts = dr.Experts(every, mesh, ep=dim, dp=others or None)
+            given, to = dr.from_shards(x, mesh), dr.from_shards(chosen, mesh)
+            made = experts(given, torch.ones(5, choices, device=mesh.device), to)
+            made.sum().backward()
+            experts.reduce_gradients(divide_by=1)
+            remote = made.detach().squeeze(1).long()
+        twins = [
+            sum(one.squeeze(1) * (torch.tensor(factors)[at[:, k]] + 1) for k in range(choices)).long()  # type: ignore[union-attr]
+            for one, at in zip(x, chosen)
+        ]
+        self.keep_whole(number, remote, twins, [Memory() for _ in places])
+        # An expert's gradient is the sum of all tokens that any member has sent to it.
+        gradient = sum(one[(at == 0).any(1)].sum() for one, at in zip(x, chosen))
+        weight = next(experts.parameters())
+        assert weight.grad is not None
+        self.keep(places[0], weight.grad.member(0) + 0, torch.as_tensor(gradient).reshape(1))  # type: ignore[attr-defined]
+
     @operation(0.4)
     def mesh_sum_beside(self) -> None:
         """A reduction goes to a stream of the mesh's own, between what writes its operand and reads it."""

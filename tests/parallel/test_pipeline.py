@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import distruntime as dr
 from distruntime.parallel.orders import NAMES, forward_orders, merged, orders_of, time_of
@@ -300,6 +306,46 @@ def test_a_step_is_recorded_as_a_program(four_gpus: None) -> None:
         plain.step()
         torch.testing.assert_close(loss.cpu(), wanted.detach(), atol=1e-6, rtol=1e-5)
     assert step.replays >= 2
+
+
+def test_a_step_over_two_meshes_is_recorded_as_a_program(four_gpus: None) -> None:
+    """Each mesh has a tensor of its members' ranks, by which they find their parts. A program reads both."""
+    mesh = dr.init_device_mesh("cuda", (2, 2), mesh_dim_names=("pp", "tp"))
+    parts = [mesh.select(pp=k) for k in (0, 1)]
+    serial = [nn.Embedding(8, 4), nn.Linear(4, 8)]
+    plans: list[ParallelStyle] = [
+        RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    ]
+    stages = [
+        parallelize_module(copy.deepcopy(own).to(part.device), part, plan)
+        for own, part, plan in zip(serial, parts, plans)
+    ]
+
+    def loss_fn(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    pipe = dr.pipeline(stages, 2, loss_fn=loss_fn)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    plain = torch.optim.SGD(nn.ModuleList(serial).parameters(), lr=0.1, momentum=0.9)
+
+    @dr.program
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        optimizer.zero_grad()
+        pipe.step(x, target=y, losses=losses, return_outputs=False)
+        optimizer.step()
+        return torch.stack(losses).mean()
+
+    words = torch.randint(8, (4, 9))
+    for _ in range(5):
+        loss = step(words[:, :-1].to(parts[0].device), words[:, 1:].to(parts[1].device))
+        wanted = loss_fn(serial[1](serial[0](words[:, :-1])), words[:, 1:])
+        plain.zero_grad()
+        wanted.backward()
+        plain.step()
+        torch.testing.assert_close(loss.cpu(), wanted.detach(), atol=1e-6, rtol=1e-5)
+    assert step.replays >= 2 and not step.why
 
 
 def test_a_step_that_fails_leaves_the_next_one_alone(four_gpus: None) -> None:

@@ -160,4 +160,4 @@ def test_the_page_shows_what_happens(capsys: pytest.CaptureFixture[str]) -> None
             shown += 1
     finally:
         dr.shutdown()
-    assert shown == 2
+    assert shown == 3

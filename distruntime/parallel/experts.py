@@ -1,0 +1,225 @@
+"""`dr.Experts`: each member of a mesh holds some experts of a mixture, and takes all tokens for them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from ..errors import ConfigurationError, PlacementError, UsageError, without_our_frames
+from ..mesh import lines
+from ..mesh.line_groups import Lines
+from ..mesh.mesh import DeviceMesh
+from ..mesh.shards import from_shards
+from ..tensors.tensor import DistributedTensor
+
+# One mode of a layout, or some dimensions of a mesh.
+Modes = int | str | Sequence[int | str]
+
+
+@final
+class Experts(nn.Module):
+    """Experts that are shared out among the members of a mesh: tokens go to their experts, and come back.
+
+    Each member has tokens of its own, and chooses some experts for each of them. Two all_to_all carry them:
+    each member gets the tokens that any member of its line has for its experts, runs these experts, and sends
+    back what they return. It returns the same as a loop over all experts in one process would.
+
+    `state_dict()` is that of `nn.ModuleList(experts)`: it has all experts, each at one member that holds it.
+
+    Args:
+        experts: all experts: modules of one kind in this process, in order. The members of a line get equal
+            numbers of them; the first member gets the first ones.
+        mesh: the mesh that the tokens are on.
+        ep: the dimension along which members hold different experts, or such a mode of the mesh's layout.
+        dp: the dimensions along which members hold the same experts for other tokens, None if there are none.
+        capacity: how many tokens a member sends to one expert at most. Further ones are dropped: that expert
+            adds nothing to their results. First choices go first, then the earlier tokens. None sends all.
+            What travels and what an expert computes goes by the capacity, since all shards have one size.
+
+    Raises:
+        ConfigurationError: a number of experts that the members do not divide, or a capacity below 1.
+        UsageError: experts of several kinds, no mesh, or a dimension that it has not.
+    """
+
+    experts: nn.ModuleList
+
+    @without_our_frames
+    def __init__(
+        self,
+        experts: Sequence[nn.Module],
+        mesh: DeviceMesh,
+        ep: Modes = "moe_ep",
+        dp: Modes | None = "moe_dp",
+        capacity: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(mesh, DeviceMesh):
+            raise UsageError(
+                "dr.Experts takes all experts and a mesh, dr.Experts(experts, "
+                f'dr.init_device_mesh("cpu", layout.with_experts(ep=2))); got {type(mesh).__name__}'
+            )
+        self._along: Lines = mesh.lines(ep)
+        self._replicas: Lines | None = None if dp is None else mesh.lines(dp)
+        self._mesh, members = mesh, self._along.size
+        if not experts or len(experts) % members:
+            raise ConfigurationError(
+                f"{len(experts)} experts among {members} members: each has as many of them, so give a "
+                f"multiple of {members}, or a smaller {ep!r}"
+            )
+        if capacity is not None and (
+            isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1
+        ):
+            raise ConfigurationError(f"a capacity is a whole number of tokens from 1 on, got {capacity!r}")
+        _require_alike(experts)
+        self.capacity, self._count = capacity, len(experts) // members
+        self.experts = nn.ModuleList(copy.deepcopy(experts[k]).to(mesh.device) for k in range(self._count))
+        with torch.no_grad():
+            self._take(
+                {
+                    f"{k}.{name}": t
+                    for k, expert in enumerate(experts)
+                    for name, t in expert.state_dict().items()
+                }
+            )
+        hooks: Any = self
+        hooks._register_state_dict_hook(_all_experts)
+        hooks.register_load_state_dict_pre_hook(_own_experts)
+
+    @without_our_frames
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Return what the chosen experts make of each token, times their weights, added up. Return at once.
+
+        Args:
+            x: tokens, of shape (..., features), each member's own.
+            weights: of shape (..., k), differentiable.
+            chosen: numbers of experts, of shape (..., k), k different ones for each token.
+
+        Raises `PlacementError` for a tensor that is not on the mesh, `UsageError` for shapes that differ.
+        """
+        for t in (x, weights, chosen):
+            if not isinstance(t, DistributedTensor) or t._handle.place.node is not self._mesh._mesh_log:
+                raise PlacementError(
+                    f"dr.Experts takes tensors on {self._mesh!r}, got one on "
+                    f"{t.place if isinstance(t, DistributedTensor) else t.device}: t.to(mesh.device), and "
+                    "of a DTensor t.to_local()"
+                )
+        if weights.shape != chosen.shape or x.shape[:-1] != chosen.shape[:-1]:
+            raise UsageError(
+                "dr.Experts takes tokens (..., features), and weights and chosen experts (..., k), got "
+                f"{tuple(x.shape)}, {tuple(weights.shape)} and {tuple(chosen.shape)}"
+            )
+        tokens, k = x.flatten(0, -2), chosen.shape[-1]
+        # In this order first choices come first.
+        to = chosen.reshape(-1, k).T.flatten()
+        capacity = len(tokens) if self.capacity is None else min(self.capacity, len(tokens))
+        slots, fits = self._slots(to, capacity)
+        given = tokens.repeat(k, 1) * fits
+        all_slots = self._along.size * self._count * capacity
+        sent = tokens.new_zeros(all_slots, tokens.shape[1]).index_add(0, slots, given)
+        returned = self._there_and_back(sent, capacity)
+        made = returned.index_select(0, slots) * fits
+        # Experts may return other numbers of features than they take.
+        made = made.unflatten(0, (k, len(tokens))) * weights.reshape(-1, k).T.unsqueeze(-1)
+        found: torch.Tensor = made.sum(0).unflatten(0, x.shape[:-1])
+        return found
+
+    def _slots(self, to: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where each token stands among those that are sent, and whether there is room for it."""
+        every = torch.arange(self._along.size * self._count, device=to.device)
+        mine = to.unsqueeze(1) == every
+        before = mine.cumsum(0).sub(1).mul(mine).sum(1)
+        # What does not fit adds zero to some other token's row.
+        return to * capacity + before.clamp(max=capacity - 1), (before < capacity).unsqueeze(1)
+
+    def _there_and_back(self, rows: torch.Tensor, capacity: int) -> torch.Tensor:
+        """Return what the experts make of rows, which are sorted by expert."""
+        size, count = self._along.size, self._count
+        here = self._exchanged(rows).unflatten(0, (size, count, capacity)).transpose(0, 1).flatten(1, 2)
+        made = torch.stack([expert(here[k]) for k, expert in enumerate(self.experts)])
+        return self._exchanged(made.unflatten(1, (size, capacity)).transpose(0, 1).flatten(0, 2))
+
+    def _exchanged(self, rows: torch.Tensor) -> torch.Tensor:
+        each = [len(rows) // self._along.size] * self._along.size
+        return lines.all_to_all(self._along, rows.contiguous(), each, each)
+
+    @without_our_frames
+    @torch.no_grad()
+    def reduce_gradients(self, divide_by: float | None = None) -> None:
+        """Add up the experts' gradients over the members that hold the same ones. Return at once.
+
+        Call it after the backward pass, in each step. Other members hold other experts, so the gradients must
+        not be reduced over all members, as those of other layers are.
+
+        Args:
+            divide_by: by what the sums are divided. If None, by the number of members that have tokens of
+                their own, so that the gradient is that of the mean of their losses.
+        """
+        replicas = self._replicas
+        by = self._along.size * (1 if replicas is None else replicas.size) if divide_by is None else divide_by
+        for p in self.experts.parameters():
+            if p.grad is not None:
+                total = p.grad if replicas is None else lines.all_reduce(replicas, p.grad)
+                p.grad.copy_(total / by)
+
+    def _take(self, every: dict[str, torch.Tensor]) -> None:
+        """Write each expert's tensors where it is."""
+        for name, t in self.experts.state_dict(keep_vars=True).items():
+            k, rest = name.split(".", 1)
+            shards = [
+                every[f"{rank * self._count + int(k)}.{rest}"].to(t.dtype)
+                for _, rank in sorted((m, r) for row in self._along.rows for r, m in enumerate(row))
+            ]
+            t.copy_(from_shards([_at(s, p) for s, p in zip(shards, self._mesh.places)], self._mesh))
+
+    def extra_repr(self) -> str:
+        return f"{self._along.size * self._count} experts, {self._count} at each member"
+
+
+def _at(t: torch.Tensor, place: Any) -> torch.Tensor:
+    """Return a tensor at a place; a local one stays, as it is sent there later."""
+    return t.to(place) if isinstance(t, DistributedTensor) and t.place != place else t
+
+
+def _require_alike(experts: Sequence[nn.Module]) -> None:
+    def kind(expert: nn.Module) -> object:
+        return type(expert), [(name, t.shape, t.dtype) for name, t in expert.state_dict().items()]
+
+    for k, expert in enumerate(experts):
+        if not isinstance(expert, nn.Module) or kind(expert) != kind(experts[0]):
+            raise UsageError(
+                f"experts are modules of one kind, with tensors of the same names, shapes and dtypes: expert "
+                f"{k}, {type(expert).__name__}, is unlike expert 0"
+            )
+
+
+def _all_experts(module: Any, state: dict[str, torch.Tensor], prefix: str, metadata: object) -> None:
+    """Put all experts into a state, where the experts of a member are."""
+    head = f"{prefix}experts."
+    own = {name[len(head) :]: state.pop(name) for name in [*state] if name.startswith(head)}
+    for rank, member in enumerate(module._along.rows[0]):
+        for name, t in own.items():
+            k, rest = name.split(".", 1)
+            state[f"{prefix}{rank * module._count + int(k)}.{rest}"] = t.member(member)  # type: ignore[attr-defined]
+
+
+def _own_experts(
+    module: Any, state: dict[str, Any], prefix: str, metadata: object, strict: bool, *_: Any
+) -> None:
+    """Take all experts of a state, and leave what load_state_dict is to find."""
+    wanted = {
+        f"{rank * module._count + int(name.split('.', 1)[0])}.{name.split('.', 1)[1]}"
+        for name in module.experts.state_dict()
+        for rank in range(module._along.size)
+    }
+    # torch says which names are missing.
+    if all(prefix + name in state for name in wanted):
+        found = {name: state.pop(prefix + name) for name in wanted}
+        with torch.no_grad():
+            module._take(found)
+        state.update(
+            {f"{prefix}experts.{name}": t for name, t in module.experts.state_dict(keep_vars=True).items()}
+        )

@@ -12,10 +12,10 @@ import torch
 
 from ..collectives import primitives
 from ..collectives.partition import Partition
-from ..errors import UsageError
+from ..errors import NotSupportedError, UsageError
 from .weights import Copies, require_balanced
 
-Form = Literal["local", "broadcast", "sum", "gather", "scatter"]
+Form = Literal["local", "broadcast", "sum", "gather", "scatter", "groups"]
 # It computes the outputs at all places of a partition, of inputs, weights and biases there.
 Locally = Callable[
     [list[torch.Tensor], Partition, list[torch.Tensor], list[torch.Tensor] | None], list[torch.Tensor]
@@ -33,11 +33,13 @@ class Mixing:
     sum       yes, over P   no             partial outputs are summed on the places of P_y
     gather    yes           yes, over P    each place gets all inputs, and has rows of the weight
     scatter   yes           yes, over P    each place has columns of the weight; sums are shared out
+    groups    yes           yes, over P    channels of groups that have outputs at several places
     ========= ============= ============== ==========================================================
 
     Args:
         rows: the dimension of the weight that counts outputs; the other one of the first two counts inputs.
         dims: how many dimensions the weight has.
+        groups: how many groups there are. With more than one, dimension 0 of the weight is cut.
     """
 
     def __init__(
@@ -50,10 +52,12 @@ class Mixing:
         dims: int,
         form: str | None,
         layer: str,
+        groups: int = 1,
     ) -> None:
         self.source, self.target, self.dim, self.layer = P, P if P_y is None else P_y, dim, layer
-        self.form = _form(P, P_y, dim, sizes, form, layer)
-        by_rows: list[int | None] = [dim if d == rows else None for d in range(dims)]
+        self.form = _form(P, P_y, dim, sizes, form, layer, groups)
+        cut = 0 if groups > 1 else rows
+        by_rows: list[int | None] = [dim if d == cut else None for d in range(dims)]
         by_columns: list[int | None] = [dim if d == 1 - rows else None for d in range(dims)]
         # The partial sums are made where the inputs are. All other forms compute where the outputs are.
         self.place = P if self.form in ("sum", "scatter") else self.target
@@ -70,7 +74,7 @@ class Mixing:
     ) -> list[torch.Tensor]:
         """Return the outputs' shards. Return at once."""
         given: list[torch.Tensor] = list(self.source.check(xs, "xs"))
-        if self.dim < self.source.dim:
+        if self.dim < self.source.dim and self.form != "groups":
             require_balanced(self.source.cuts(given)[self.dim], self.layer, self.dim)
         weights = self._weight(weight)
         after = self.form in ("sum", "scatter")
@@ -100,9 +104,20 @@ def _add(y: torch.Tensor, bias: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _form(
-    P: Partition, P_y: Partition | None, dim: int, sizes: tuple[int, int], form: str | None, layer: str
+    P: Partition,
+    P_y: Partition | None,
+    dim: int,
+    sizes: tuple[int, int],
+    form: str | None,
+    layer: str,
+    groups: int,
 ) -> Form:
     before = P.shape[dim] if dim < P.dim else 1
+    if groups > 1 and (P_y is not None or form is not None):
+        raise NotSupportedError(
+            f"{layer} with groups={groups} cuts its outputs over the places of its inputs, and each place "
+            "gets the channels of its groups: leave out P_y and form; dr.nn.Repartition cuts in another way"
+        )
     if P_y is not None:
         after = P_y.shape[dim] if dim < P_y.dim else 1
         rest = [
@@ -120,5 +135,7 @@ def _form(
         raise UsageError(f'{layer}: form is "gather" or "scatter", got {form!r}')
     if before == 1:
         return "local"
+    if groups > 1:
+        return "groups"
     # What is gathered is all inputs, and what is scattered is all outputs: the fewer of them move.
     return "scatter" if form == "scatter" or (form is None and sizes[1] < sizes[0]) else "gather"

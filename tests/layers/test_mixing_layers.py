@@ -251,8 +251,13 @@ def test_what_does_not_fit_says_what() -> None:
     P, x = over([0, 1], (1, 2, 1, 1)), torch.ones(2, 4, 6, 6)
     errors: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: nn.Conv2d(3, 4, 4, 3), dr.UsageError, "is a distruntime.Partition, got int"),
-        (lambda: nn.Conv2d(P, 4, 4, 3, groups=2), dr.NotSupportedError, "groups=2 does not cut channels"),
-        (lambda: nn.Conv2d(P, 4, 4, 3, padding_mode="circular"), dr.NotSupportedError, "got 'circular'"),
+        (lambda: nn.Conv2d(P, 4, 4, 3, groups=2, form="gather"), dr.NotSupportedError, "leave out P_y and"),
+        (lambda: nn.ConvTranspose2d(P, 6, 6, 3, groups=3), dr.NotSupportedError, "a multiple of 2, .* got 3"),
+        (
+            lambda: nn.Conv2d(P, 4, 4, 3, padding=6, padding_mode="reflect")(P.scatter(x)),
+            dr.UsageError,
+            'mode="reflect" pads 6 elements along dimension 2 by at most 5, got 6',
+        ),
         (lambda: nn.Conv1d(P, 4, 4, 3), dr.UsageError, "3 dimensions, and P has 4"),
         (lambda: nn.Conv2d(P, 4, 4, 3)(P.scatter(x)[:1]), dr.UsageError, "one shard for each of the 2"),
         (lambda: nn.Conv2d(P, 4, 4, 3)(x), dr.UsageError, "xs must be a list"),
@@ -261,7 +266,7 @@ def test_what_does_not_fit_says_what() -> None:
         (lambda: nn.Conv2d(P, 5, 4, 3)(P.scatter(x)), dr.UsageError, "5 input channels, .* 4 together"),
         (lambda: nn.Conv2d(P, 4, 4, 9)(P.scatter(x)), dr.UsageError, "does not fit 6 inputs"),
         (lambda: nn.MaxPool2d(P, 2, return_indices=True), dr.NotSupportedError, "return_indices"),
-        (lambda: nn.Upsample(P, scale_factor=2, mode="bicubic"), dr.NotSupportedError, "got mode='bicubic'"),
+        (lambda: nn.Upsample(P, scale_factor=2, mode="area"), dr.NotSupportedError, "got mode='area'"),
         (lambda: nn.BatchNorm2d(P, 5)(P.scatter(x)), dr.UsageError, "5 features, .* 4 channels"),
         (lambda: nn.BatchNorm2d(P, 4)(P.scatter(torch.ones(1, 4, 1, 1))), dr.UsageError, "more than 1 value"),
         (lambda: nn.LayerNorm(over([0], (1,)), (6, 6)), dr.UsageError, "as many dimensions"),

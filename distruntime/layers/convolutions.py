@@ -18,7 +18,9 @@ from ..errors import NotSupportedError, UsageError, without_our_frames
 from .channels import Mixing
 from .edges import edged
 from .exchange import windowed
+from .grids import Grid, home_of, mixing_of
 from .halos import Slab
+from .held import Held
 from .weights import each, partition, require_dims
 from .windows import Grouped, Rule, Same, Spread, Window
 
@@ -46,7 +48,7 @@ def padded(x: torch.Tensor, pads: Sequence[tuple[int, int]], value: float = 0.0)
     return F.pad(x, [n for pair in reversed(pads) for n in pair], value=value)
 
 
-class _Convolution(torch.nn.Module):
+class _Convolution(Held):
     """What the six layers share."""
 
     # There are so many dimensions of space.
@@ -67,15 +69,21 @@ class _Convolution(torch.nn.Module):
     padding_mode: str
 
     def _mixing(
-        self, P: Partition, P_y: Partition | None, form: str | None, channels: tuple[int, int], groups: int
-    ) -> Mixing:
+        self,
+        P: Partition,
+        P_y: Partition | None,
+        P_w: Partition | None,
+        form: str | None,
+        channels: tuple[int, int],
+        groups: int,
+    ) -> Mixing | Grid:
         name, dims = type(self).__name__, self.space + 2
         for given, what in ((partition(P), "P"), (P if P_y is None else partition(P_y, "P_y"), "P_y")):
             if given.dim > dims:
                 raise UsageError(
                     f"{name} takes tensors of {dims} dimensions, and {what} has {given.dim}, {given.shape}"
                 )
-        mixing = Mixing(P, P_y, 1, channels, self.rows, dims, form, name, groups)
+        mixing = mixing_of(P, P_y, P_w, 1, channels, self.rows, dims, form, name, groups)
         if mixing.form == "groups" and self.rows and groups % P.shape[1]:
             raise NotSupportedError(
                 f"{name} whose channels are cut into {P.shape[1]} parts has a number of groups that is a "
@@ -83,9 +91,13 @@ class _Convolution(torch.nn.Module):
             )
         return mixing
 
-    def _note(self, P: Partition, mixing: Mixing, rules: tuple[Rule, ...], overlap: bool) -> None:
+    def _note(
+        self, P: Partition, mixing: Mixing | Grid, rules: tuple[Rule, ...], overlap: bool, cut: bool
+    ) -> None:
         self.P, self.mixing, self.overlap = P, mixing, overlap
         self.rules: tuple[Rule, ...] = (Same(), Same(), *rules)
+        if cut:
+            self._cut_up({"weight": mixing.weight, "bias": mixing.bias})
 
     @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -183,8 +195,11 @@ class _Forward(_Convolution):
         P_y: Partition | None = None,
         form: str | None = None,
         overlap: bool = True,
+        cut_weights: bool = False,
+        P_w: Partition | None = None,
     ) -> None:
-        mixing = self._mixing(P, P_y, form, (in_channels, out_channels), groups)
+        mixing = self._mixing(P, P_y, P_w, form, (in_channels, out_channels), groups)
+        cut = cut_weights or P_w is not None
         super().__init__(
             in_channels,
             out_channels,
@@ -195,7 +210,7 @@ class _Forward(_Convolution):
             groups,
             bias,
             padding_mode,
-            device=mixing.home,
+            device=home_of(mixing, cut),
             dtype=dtype,
         )
         # torch counts "same" so, and puts the larger half behind.
@@ -207,7 +222,7 @@ class _Forward(_Convolution):
         if padding_mode != "zeros":
             self.edges, ends = ((0, 0), (0, 0), *ends), [(0, 0)] * self.space
         windows = zip(self.kernel_size, self.stride, self.dilation, ends)
-        self._note(P, mixing, tuple(Window(k, s, d, *pads) for k, s, d, pads in windows), overlap)
+        self._note(P, mixing, tuple(Window(k, s, d, *pads) for k, s, d, pads in windows), overlap, cut)
 
     def _compute(
         self, x: torch.Tensor, slab: Slab, weight: torch.Tensor, bias: torch.Tensor | None, groups: int
@@ -245,8 +260,11 @@ class _Transposed(_Convolution):
         P_y: Partition | None = None,
         form: str | None = None,
         overlap: bool = True,
+        cut_weights: bool = False,
+        P_w: Partition | None = None,
     ) -> None:
-        mixing = self._mixing(P, P_y, form, (in_channels, out_channels), groups)
+        mixing = self._mixing(P, P_y, P_w, form, (in_channels, out_channels), groups)
+        cut = cut_weights or P_w is not None
         super().__init__(
             in_channels,
             out_channels,
@@ -258,7 +276,7 @@ class _Transposed(_Convolution):
             bias,
             dilation,
             padding_mode,
-            device=mixing.home,
+            device=home_of(mixing, cut),
             dtype=dtype,
         )
         pads, extras = (
@@ -266,7 +284,7 @@ class _Transposed(_Convolution):
             each(output_padding, self.space, "output_padding"),
         )
         spreads = zip(self.kernel_size, self.stride, self.dilation, pads, extras)
-        self._note(P, mixing, tuple(Spread(k, s, d, p, e) for k, s, d, p, e in spreads), overlap)
+        self._note(P, mixing, tuple(Spread(k, s, d, p, e) for k, s, d, p, e in spreads), overlap, cut)
 
     def _compute(
         self, x: torch.Tensor, slab: Slab, weight: torch.Tensor, bias: torch.Tensor | None, groups: int
@@ -313,10 +331,13 @@ class Conv2d(_Forward, torch.nn.Conv2d):  # type: ignore[misc]
             the outputs have their channels cut.
         form: where both have, "gather" moves inputs and "scatter" moves outputs; by default the fewer.
         overlap: whether borders travel beside the work that needs none, on streams of their own.
+        cut_weights: whether weights live in parts on the places that use them, where channels are cut.
+        P_w: a grid of the places that compute: (parts of outputs, parts of inputs, parts along each dimension
+            of space). `P` cuts the input channels, and `P_y` the output channels, so.
 
     Raises:
         UsageError: a partition that does not fit, padding by more than there is. NotSupportedError: groups
-            with `P_y` or `form`.
+            with `P_y`, `P_w` or `form`.
     """
 
     space = 2

@@ -92,7 +92,7 @@ class _Convolution(Held):
         return mixing
 
     def _note(
-        self, P: Partition, mixing: Mixing | Grid, rules: tuple[Rule, ...], overlap: bool, cut: bool
+        self, P: Partition, mixing: Mixing | Grid, rules: tuple[Rule, ...], overlap: bool | None, cut: bool
     ) -> None:
         self.P, self.mixing, self.overlap = P, mixing, overlap
         self.rules: tuple[Rule, ...] = (Same(), Same(), *rules)
@@ -194,7 +194,7 @@ class _Forward(_Convolution):
         *,
         P_y: Partition | None = None,
         form: str | None = None,
-        overlap: bool = True,
+        overlap: bool | None = None,
         cut_weights: bool = False,
         P_w: Partition | None = None,
     ) -> None:
@@ -259,7 +259,7 @@ class _Transposed(_Convolution):
         *,
         P_y: Partition | None = None,
         form: str | None = None,
-        overlap: bool = True,
+        overlap: bool | None = None,
         cut_weights: bool = False,
         P_w: Partition | None = None,
     ) -> None:
@@ -330,7 +330,8 @@ class Conv2d(_Forward, torch.nn.Conv2d):  # type: ignore[misc]
         P_y: another partition for the outputs, which differs in dimension 1: where only the inputs or only
             the outputs have their channels cut.
         form: where both have, "gather" moves inputs and "scatter" moves outputs; by default the fewer.
-        overlap: whether borders travel beside the work that needs none, on streams of their own.
+        overlap: whether borders travel beside the work that needs none, on streams of their own. By default
+            they do if a place has 65,536 outputs or more.
         cut_weights: whether weights live in parts on the places that use them, where channels are cut.
         P_w: a grid of the places that compute: (parts of outputs, parts of inputs, parts along each dimension
             of space). `P` cuts the input channels, and `P_y` the output channels, so.

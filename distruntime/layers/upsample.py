@@ -46,7 +46,7 @@ class Upsample(torch.nn.Upsample):
         align_corners: bool | None = None,
         recompute_scale_factor: bool | None = None,
         *,
-        overlap: bool = True,
+        overlap: bool | None = None,
     ) -> None:
         if mode not in _DIMS or recompute_scale_factor:
             raise NotSupportedError(

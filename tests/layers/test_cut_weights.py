@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import distruntime as dr
-from cut_layers import assert_as_serial, over, spaced
+from cut_layers import assert_as_serial, cases, over, spaced
 from distruntime.testing import check_adjoint
 from parts import numbers
 
@@ -123,7 +123,17 @@ LAYERS: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+QUICK = {
+    "linear, sums scattered",
+    "linear, columns",
+    "linear, a grid",
+    "embedding, columns",
+    "convolution, channels and space",
+    "convolution, a grid",
+}
+
+
+@pytest.mark.parametrize("name", cases(LAYERS, QUICK))
 def test_a_layer_with_weights_in_parts_is_the_serial_one(name: str) -> None:
     shape, make, serial, size = LAYERS[name]
     on = spaced(shape)

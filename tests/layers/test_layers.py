@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import distruntime as dr
-from cut_layers import assert_as_serial, spaced
+from cut_layers import assert_as_serial, cases, spaced
 from distruntime.collectives import copies
 from distruntime.collectives.copies import move
 from distruntime.layers import exchange
@@ -166,6 +166,32 @@ WINDOWS: dict[str, Case] = {
 }
 
 
+# One of each layer, and of each thing that a plan can have.
+QUICK = {
+    "conv1d, stride",
+    "conv1d, circular",
+    "conv1d, groups of uneven parts",
+    "conv2d",
+    "conv2d, replicated",
+    "conv3d, stride",
+    "transposed 1d, stride",
+    "transposed 2d",
+    "transposed 2d, groups of cut channels",
+    "transposed 3d",
+    "max 1d, ceil",
+    "max 2d",
+    "max 3d",
+    "mean 1d, of what is there",
+    "mean 2d, ceil",
+    "mean 3d",
+    "nearest, smaller",
+    "linear",
+    "bilinear",
+    "bicubic",
+    "trilinear",
+}
+
+
 def _makers(kind: str, options: dict[str, Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     options = dict(options)
     channels = options.pop("channels", (2, 4)) if kind.startswith("Conv") else ()
@@ -175,7 +201,7 @@ def _makers(kind: str, options: dict[str, Any]) -> tuple[Callable[..., Any], Cal
     )
 
 
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("name", cases(WINDOWS, QUICK))
 def test_a_layer_of_windows_is_the_serial_one(name: str) -> None:
     kind, options, shape, size = WINDOWS[name]
     make, serial = _makers(kind, options)
@@ -184,28 +210,71 @@ def test_a_layer_of_windows_is_the_serial_one(name: str) -> None:
     # Its gradient is the adjoint.
     xs = on.scatter(numbers(size, 3))
     assert check_adjoint(layer, xs) < 1e-12
-    for parameter, value in layer.named_parameters():
+    if hasattr(layer, "weight"):
 
-        def run(values: list[torch.Tensor], parameter: str = parameter) -> Any:
-            return torch.func.functional_call(layer, {parameter: values[0]}, (xs,))
+        def run(values: list[torch.Tensor]) -> Any:
+            return torch.func.functional_call(layer, {"weight": values[0]}, (xs,))
 
-        assert check_adjoint(run, [value]) < 1e-12
+        assert check_adjoint(run, [layer.weight]) < 1e-12
+
+
+BESIDE = [
+    "conv1d, a halo over two neighbours",
+    "conv1d, twelve places",
+    "conv1d, places without outputs",
+    "conv1d, more groups than one place has",
+    "conv2d",
+    "conv2d, batch and space",
+    "conv2d, depthwise",
+    "conv3d, stride",
+    "transposed 1d, dilation",
+    "transposed 2d",
+    "max 1d",
+    "mean 2d, ceil",
+    "bilinear",
+    "bicubic",
+]
 
 
 @pytest.mark.parametrize(
-    "name", ["conv2d", "transposed 2d", "max 1d", "mean 1d", "bilinear", "conv1d, stride"]
+    "name", cases(BESIDE, {"conv1d, a halo over two neighbours", "conv2d, depthwise", "max 1d"})
 )
-def test_without_overlap_and_in_another_order_of_places(name: str) -> None:
+def test_beside_the_interior_and_in_another_order_of_places(name: str) -> None:
     kind, options, shape, size = WINDOWS[name]
     make, serial = _makers(kind, options)
-    assert_as_serial(lambda on: make(on, overlap=False), serial, spaced(shape, 5), size)
+    on = spaced(shape, 5)
+    layer = assert_as_serial(lambda on: make(on, overlap=True), serial, on, size)
+    assert check_adjoint(layer, on.scatter(numbers(size, 3))) < 1e-12
+
+
+def test_the_exchange_is_beside_the_interior_where_a_place_has_many_outputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[bool] = []
+    plain = exchange._beside
+
+    def noted(on: dr.Partition, beside: bool, run: Callable[[], None]) -> None:
+        begun.append(beside)
+        plain(on, beside, run)
+
+    monkeypatch.setattr(exchange, "_beside", noted)
+    on = spaced((1, 1, 2))
+    for outputs, length, overlap, wanted in (
+        (8, 2**14 - 2, None, False),
+        (8, 2**14, None, True),
+        (8, 2**14, False, False),
+        (8, 20, True, True),
+    ):
+        layer = nn.Conv1d(on, 1, outputs, 3, padding=1, overlap=overlap)
+        layer(on.scatter(torch.ones(1, 1, length)))
+        assert begun.pop() == wanted and not begun
 
 
 def test_without_implicit_waits_the_exchange_is_waited_for() -> None:
     make, serial = _makers("Conv2d", dict(kernel_size=3, padding=1))
     dr.set_implicit_waits(False)
     try:
-        assert_as_serial(make, serial, spaced((1, 1, 2, 2)), (2, 2, 7, 9))
+        assert_as_serial(lambda on: make(on, overlap=True), serial, spaced((1, 1, 2, 2)), (2, 2, 7, 9))
     finally:
         dr.set_implicit_waits(True)
 

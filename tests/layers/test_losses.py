@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import distruntime as dr
-from cut_layers import over, spaced
+from cut_layers import cases, over, spaced
 from parts import numbers
 
 pytestmark = pytest.mark.usefixtures("twelve")
@@ -78,7 +78,10 @@ def assert_as_serial(theirs: Any, ours: Any, on: dr.Partition, x: torch.Tensor, 
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss by both")
-@pytest.mark.parametrize("name", ELEMENTS)
+@pytest.mark.parametrize(
+    "name",
+    cases(ELEMENTS, set(ELEMENTS) - {"probabilities", "logits", "divergence of logarithms", "poisson"}),
+)
 def test_a_loss_of_elements_is_the_serial_one(name: str) -> None:
     kind, options, inputs, targets = ELEMENTS[name]
     words = ["mean", "sum", "none", *(["batchmean"] if kind == "KLDivLoss" else [])]
@@ -94,8 +97,8 @@ def test_a_loss_of_elements_is_the_serial_one(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("shape", [(4,), (2, 1, 3), (2, 3, 1), (1, 5)])
+@pytest.mark.parametrize("reduction", cases(["mean", "sum", "none"], {"mean"}))
 def test_a_cross_entropy_is_the_serial_one(reduction: str, shape: tuple[int, ...]) -> None:
     on = spaced(shape)
     target = torch.arange(21).reshape(3, 7) % 4

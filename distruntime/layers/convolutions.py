@@ -7,17 +7,22 @@ Each is torch's layer of the same name in all but its forward pass: its weight, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 
 from ..collectives.partition import Partition
+from ..collectives.plans import balanced
 from ..errors import NotSupportedError, UsageError, without_our_frames
 from .channels import Mixing
+from .edges import edged
 from .exchange import windowed
+from .grids import Grid, home_of, mixing_of
 from .halos import Slab
-from .weights import each, partition, require_default, require_dims
-from .windows import Rule, Same, Spread, Window
+from .held import Held
+from .weights import each, partition, require_dims
+from .windows import Grouped, Rule, Same, Spread, Window
 
 Many = int | Sequence[int]
 
@@ -43,7 +48,7 @@ def padded(x: torch.Tensor, pads: Sequence[tuple[int, int]], value: float = 0.0)
     return F.pad(x, [n for pair in reversed(pads) for n in pair], value=value)
 
 
-class _Convolution(torch.nn.Module):
+class _Convolution(Held):
     """What the six layers share."""
 
     # There are so many dimensions of space.
@@ -59,27 +64,40 @@ class _Convolution(torch.nn.Module):
     dilation: tuple[int, ...]
     weight: torch.Tensor
     bias: torch.Tensor | None
+    # How much is padded along each dimension before the layer, where padding is not of zeros.
+    edges: tuple[tuple[int, int], ...] = ()
+    padding_mode: str
 
     def _mixing(
-        self, P: Partition, P_y: Partition | None, form: str | None, channels: tuple[int, int], groups: int
-    ) -> Mixing:
+        self,
+        P: Partition,
+        P_y: Partition | None,
+        P_w: Partition | None,
+        form: str | None,
+        channels: tuple[int, int],
+        groups: int,
+    ) -> Mixing | Grid:
         name, dims = type(self).__name__, self.space + 2
         for given, what in ((partition(P), "P"), (P if P_y is None else partition(P_y, "P_y"), "P_y")):
             if given.dim > dims:
                 raise UsageError(
                     f"{name} takes tensors of {dims} dimensions, and {what} has {given.dim}, {given.shape}"
                 )
-        mixing = Mixing(P, P_y, 1, channels, self.rows, dims, form, name)
-        if groups != 1 and mixing.form != "local":
+        mixing = mixing_of(P, P_y, P_w, 1, channels, self.rows, dims, form, name, groups)
+        if mixing.form == "groups" and self.rows and groups % P.shape[1]:
             raise NotSupportedError(
-                f"{name} with groups={groups} does not cut channels, and its partition has dimension 1 cut: "
-                "cut batch and space only"
+                f"{name} whose channels are cut into {P.shape[1]} parts has a number of groups that is a "
+                f"multiple of {P.shape[1]}, as each place has whole groups of its weight; got {groups}"
             )
         return mixing
 
-    def _note(self, P: Partition, mixing: Mixing, rules: tuple[Rule, ...], overlap: bool) -> None:
+    def _note(
+        self, P: Partition, mixing: Mixing | Grid, rules: tuple[Rule, ...], overlap: bool | None, cut: bool
+    ) -> None:
         self.P, self.mixing, self.overlap = P, mixing, overlap
         self.rules: tuple[Rule, ...] = (Same(), Same(), *rules)
+        if cut:
+            self._cut_up({"weight": mixing.weight, "bias": mixing.bias})
 
     @without_our_frames
     def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -92,6 +110,10 @@ class _Convolution(torch.nn.Module):
             raise UsageError(
                 f"{name} has {self.in_channels} input channels, and the shards have {channels} together"
             )
+        if self.edges:
+            return self.mixing(
+                edged(given, self.P, self.edges, self.padding_mode), self.weight, self.bias, self._locally
+            )
         return self.mixing(given, self.weight, self.bias, self._locally)
 
     def _locally(
@@ -101,6 +123,8 @@ class _Convolution(torch.nn.Module):
         weights: list[torch.Tensor],
         biases: list[torch.Tensor] | None,
     ) -> list[torch.Tensor]:
+        if self.mixing.form == "groups":
+            return self._in_groups(xs, on, weights, biases)
         # Where a weight is cut unevenly, places have more or fewer rows, and some may have none.
         channels = [w.shape[self.rows] * (self.groups if self.rows else 1) for w in weights]
 
@@ -109,12 +133,43 @@ class _Convolution(torch.nn.Module):
                 size = [stop - start for start, stop in slab.outputs]
                 size[1] = channels[k]
                 return x.reshape(-1)[:0].sum().expand(size)
-            return self._compute(x, slab, weights[k], None if biases is None else biases[k])
+            return self._compute(x, slab, weights[k], None if biases is None else biases[k], self.groups)
 
         return windowed(xs, on, self.rules, compute, channels=channels, overlap=self.overlap)
 
+    def _in_groups(
+        self,
+        xs: list[torch.Tensor],
+        on: Partition,
+        weights: list[torch.Tensor],
+        biases: list[torch.Tensor] | None,
+    ) -> list[torch.Tensor]:
+        """Return the outputs where channels are cut, too: their groups say which ones an output reads."""
+        rule = Grouped(self.in_channels // self.groups, self.out_channels // self.groups)
+        begins = [0, *accumulate(balanced(self.out_channels, on.shape[1]))]
+
+        def compute(k: int, x: torch.Tensor, slab: Slab) -> torch.Tensor:
+            begin, first = begins[on.index(k)[1]], slab.reads[1][0]
+            found = []
+            for start, stop in rule.pieces(*slab.outputs[1]):
+                low, high = rule.reads(start, stop, self.in_channels)
+                weight = weights[k]
+                if self.rows:
+                    # Dimension 0 of a transposed weight has the inputs of all groups of the place.
+                    weight = weight.narrow(0, low - begin // rule.outs * rule.ins, high - low)
+                    if (stop - start) % rule.outs:
+                        weight = weight.narrow(1, start % rule.outs, stop - start)
+                else:
+                    weight = weight.narrow(0, start - begin, stop - start)
+                bias = None if biases is None else biases[k].narrow(0, start - begin, stop - start)
+                part = x.narrow(1, low - first, high - low)
+                found.append(self._compute(part, slab, weight, bias, (high - low) // rule.ins))
+            return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+        return windowed(xs, on, (Same(), rule, *self.rules[2:]), compute, overlap=self.overlap)
+
     def _compute(
-        self, x: torch.Tensor, slab: Slab, weight: torch.Tensor, bias: torch.Tensor | None
+        self, x: torch.Tensor, slab: Slab, weight: torch.Tensor, bias: torch.Tensor | None, groups: int
     ) -> torch.Tensor:
         raise NotImplementedError
 
@@ -139,10 +194,12 @@ class _Forward(_Convolution):
         *,
         P_y: Partition | None = None,
         form: str | None = None,
-        overlap: bool = True,
+        overlap: bool | None = None,
+        cut_weights: bool = False,
+        P_w: Partition | None = None,
     ) -> None:
-        mixing = self._mixing(P, P_y, form, (in_channels, out_channels), groups)
-        require_default(padding_mode, "zeros", "padding_mode", type(self).__name__)
+        mixing = self._mixing(P, P_y, P_w, form, (in_channels, out_channels), groups)
+        cut = cut_weights or P_w is not None
         super().__init__(
             in_channels,
             out_channels,
@@ -152,7 +209,8 @@ class _Forward(_Convolution):
             dilation,
             groups,
             bias,
-            device=mixing.home,
+            padding_mode,
+            device=home_of(mixing, cut),
             dtype=dtype,
         )
         # torch counts "same" so, and puts the larger half behind.
@@ -161,18 +219,20 @@ class _Forward(_Convolution):
             ends = [(n // 2, n - n // 2) if padding == "same" else (0, 0) for n in totals]
         else:
             ends = [(n, n) for n in each(padding, self.space, "padding")]
+        if padding_mode != "zeros":
+            self.edges, ends = ((0, 0), (0, 0), *ends), [(0, 0)] * self.space
         windows = zip(self.kernel_size, self.stride, self.dilation, ends)
-        self._note(P, mixing, tuple(Window(k, s, d, *pads) for k, s, d, pads in windows), overlap)
+        self._note(P, mixing, tuple(Window(k, s, d, *pads) for k, s, d, pads in windows), overlap, cut)
 
     def _compute(
-        self, x: torch.Tensor, slab: Slab, weight: torch.Tensor, bias: torch.Tensor | None
+        self, x: torch.Tensor, slab: Slab, weight: torch.Tensor, bias: torch.Tensor | None, groups: int
     ) -> torch.Tensor:
         pads = pads_of(slab, self.rules)
         within = tuple(before for before, behind in pads[2:])
         if any(before != behind or before < 0 for before, behind in pads):
             x, within = padded(x, pads), (0,) * self.space
         convolve = (F.conv1d, F.conv2d, F.conv3d)[self.space - 1]
-        found: torch.Tensor = convolve(x, weight, bias, self.stride, within, self.dilation, self.groups)
+        found: torch.Tensor = convolve(x, weight, bias, self.stride, within, self.dilation, groups)
         return found
 
 
@@ -199,9 +259,12 @@ class _Transposed(_Convolution):
         *,
         P_y: Partition | None = None,
         form: str | None = None,
-        overlap: bool = True,
+        overlap: bool | None = None,
+        cut_weights: bool = False,
+        P_w: Partition | None = None,
     ) -> None:
-        mixing = self._mixing(P, P_y, form, (in_channels, out_channels), groups)
+        mixing = self._mixing(P, P_y, P_w, form, (in_channels, out_channels), groups)
+        cut = cut_weights or P_w is not None
         super().__init__(
             in_channels,
             out_channels,
@@ -213,7 +276,7 @@ class _Transposed(_Convolution):
             bias,
             dilation,
             padding_mode,
-            device=mixing.home,
+            device=home_of(mixing, cut),
             dtype=dtype,
         )
         pads, extras = (
@@ -221,13 +284,13 @@ class _Transposed(_Convolution):
             each(output_padding, self.space, "output_padding"),
         )
         spreads = zip(self.kernel_size, self.stride, self.dilation, pads, extras)
-        self._note(P, mixing, tuple(Spread(k, s, d, p, e) for k, s, d, p, e in spreads), overlap)
+        self._note(P, mixing, tuple(Spread(k, s, d, p, e) for k, s, d, p, e in spreads), overlap, cut)
 
     def _compute(
-        self, x: torch.Tensor, slab: Slab, weight: torch.Tensor, bias: torch.Tensor | None
+        self, x: torch.Tensor, slab: Slab, weight: torch.Tensor, bias: torch.Tensor | None, groups: int
     ) -> torch.Tensor:
         size = [stop - start for start, stop in slab.outputs]
-        size[1] = weight.shape[1] * self.groups
+        size[1] = weight.shape[1] * groups
         if not x.numel():
             # Between the inputs there are outputs that none adds to.
             blank = x.reshape(-1).sum().expand(size)
@@ -242,7 +305,7 @@ class _Transposed(_Convolution):
         convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[self.space - 1]
         zeros, none = (0,) * self.space, None
         found: torch.Tensor = convolve(
-            x, weight, none if late else bias, self.stride, zeros, zeros, self.groups, self.dilation
+            x, weight, none if late else bias, self.stride, zeros, zeros, groups, self.dilation
         )
         found = padded(found, ends)
         return found + bias.reshape(-1, *(1,) * self.space) if late and bias is not None else found
@@ -259,18 +322,23 @@ class Conv2d(_Forward, torch.nn.Conv2d):  # type: ignore[misc]
 
     The outputs are cut over the same places, balanced. The weight lives whole on the first place, so names,
     `state_dict`, initialisation and optimizer are the serial layer's. A place gets the borders that it needs
-    from whoever has them, while it computes the outputs that need none.
+    from whoever has them, while it computes the outputs that need none. With `groups` and channels that are
+    cut, it gets the channels of its groups in the same way.
 
     Args:
         P: how the inputs are partitioned; the other arguments are torch's.
         P_y: another partition for the outputs, which differs in dimension 1: where only the inputs or only
             the outputs have their channels cut.
         form: where both have, "gather" moves inputs and "scatter" moves outputs; by default the fewer.
-        overlap: whether borders travel beside the work that needs none, on streams of their own.
+        overlap: whether borders travel beside the work that needs none, on streams of their own. By default
+            they do if a place has 65,536 outputs or more.
+        cut_weights: whether weights live in parts on the places that use them, where channels are cut.
+        P_w: a grid of the places that compute: (parts of outputs, parts of inputs, parts along each dimension
+            of space). `P` cuts the input channels, and `P_y` the output channels, so.
 
     Raises:
-        UsageError: a partition that does not fit. NotSupportedError: groups with channels that are cut, a
-        padding mode that is not "zeros".
+        UsageError: a partition that does not fit, padding by more than there is. NotSupportedError: groups
+            with `P_y`, `P_w` or `form`.
     """
 
     space = 2

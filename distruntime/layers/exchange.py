@@ -24,6 +24,8 @@ from .halos import Box, Cell, HaloPlan, Member, Slab, plan_halos, volume
 from .windows import Rule
 
 Tensors = list[torch.Tensor]
+# From so many outputs of a place on, the exchange runs beside the interior.
+_LEAST = 1 << 16
 # It computes the outputs of a slab at the k-th place, of the inputs that they read.
 Compute = Callable[[int, torch.Tensor, Slab], torch.Tensor]
 
@@ -35,7 +37,7 @@ def windowed(
     compute: Compute,
     *,
     channels: Sequence[int] | None = None,
-    overlap: bool = True,
+    overlap: bool | None = None,
 ) -> Tensors:
     """Return a layer's outputs at each place, of the inputs that are partitioned. Return at once.
 
@@ -43,11 +45,15 @@ def windowed(
         rules: which inputs an output reads, for each dimension.
         compute: what the layer does on one place.
         channels: how many channels the outputs of each place have, where that differs from the inputs.
-        overlap: whether the exchange runs beside what needs none of it.
+        overlap: whether the exchange runs beside what needs none of it; None: where it may be worth it.
     """
     given: Sequence[torch.Tensor] = on.check(xs, "xs")
-    plan = plan_halos(on.cuts(given), on.shape, rules, overlap)
-    arrived = dict(zip(plan.travels, _exchanged(given, on, plan, overlap)))
+    cuts = on.cuts(given)
+    plan = plan_halos(cuts, on.shape, rules, overlap is not False)
+    beside = _large(plan, channels) if overlap is None else overlap
+    if not beside:
+        plan = plan_halos(cuts, on.shape, rules, False)
+    arrived = dict(zip(plan.travels, _exchanged(given, on, plan, beside)))
     cells = [
         [arrived.get((k, number_of), given[k]) for number_of in range(len(member.cells))]
         for k, member in enumerate(plan.members)
@@ -63,6 +69,18 @@ def windowed(
         else _outputs(k, member, given[k], row, inner[k], compute)
         for k, (member, row) in enumerate(zip(plan.members, cells))
     ]
+
+
+def _large(plan: HaloPlan, channels: Sequence[int] | None) -> bool:
+    """Whether some place computes for long enough to hide an exchange.
+
+    An interior and its slabs are several kernels instead of one, and each of these costs the master time.
+    """
+    counts = [volume(member.outputs) for member in plan.members]
+    if channels is not None:
+        own = [max(1, stop - start) for _, (start, stop), *_ in (m.outputs for m in plan.members)]
+        counts = [n // inputs * outputs for n, inputs, outputs in zip(counts, own, channels)]
+    return max(counts) >= _LEAST
 
 
 def _own(cell: Cell, t: torch.Tensor) -> torch.Tensor:

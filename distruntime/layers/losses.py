@@ -1,4 +1,7 @@
-"""Losses over partitioned tensors. A mean is that of the whole: gradients are as large as the serial ones."""
+"""Losses over partitioned tensors. A mean is that of the whole: gradients are as large as the serial ones.
+
+Here are those that have a number for each element. classes.py has the cross entropy.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,17 @@ from math import prod
 import torch
 import torch.nn.functional as F
 
-from ..collectives import functional, primitives
+from ..collectives import primitives
 from ..collectives.partition import Partition
-from ..collectives.plans import Cuts, coordinates, number, slices_of
-from ..collectives.reductions import ReduceOp
+from ..collectives.plans import Cuts, slices_of
 from ..errors import UsageError, without_our_frames
-from .weights import Copies, partition, require_default
+from .weights import partition
 
 Tensors = list[torch.Tensor]
 Targets = torch.Tensor | Sequence[torch.Tensor]
 
 
-class _Loss(torch.nn.Module):
+class Loss(torch.nn.Module):
     """What losses share: one number on the first place, which `backward` begins at."""
 
     def _note(self, P: Partition) -> None:
@@ -31,20 +33,61 @@ class _Loss(torch.nn.Module):
 
     def _targets(self, target: Targets, cuts: Cuts, but: int | None = None) -> Tensors:
         """Return each place's part of the target, which has all dimensions of the inputs but `but`."""
+        where = [tuple(part for d, part in enumerate(box) if d != but) for box in slices_of(cuts)]
         if not isinstance(target, torch.Tensor):
-            return list(self.P.check(target, "target"))
+            given: Tensors = list(self.P.check(target, "target"))
+            for k, (part, box) in enumerate(zip(given, where)):
+                size = tuple(s.stop - s.start for s in box)
+                if tuple(part.shape) != size:
+                    raise UsageError(
+                        f"{type(self).__name__}: the target of the shard on {self.P.places[k]} is "
+                        f"{size}, as that shard is cut; got {tuple(part.shape)}"
+                    )
+            return given
         whole = tuple(sum(lengths) for d, lengths in enumerate(cuts) if d != but)
         if tuple(target.shape) != whole:
             raise UsageError(
                 f"{type(self).__name__}: the target of these inputs is {whole}, got {tuple(target.shape)}"
             )
-        return [
-            target[tuple(part for d, part in enumerate(where) if d != but)].to(home.device)
-            for where, home in zip(slices_of(cuts), self.P.homes)
-        ]
+        return [target[box].to(home.device) for box, home in zip(where, self.P.homes)]
 
 
-class MSELoss(_Loss):
+class _Elements(Loss):
+    """A loss that has a number for each element, of the input and the target there."""
+
+    # The words that torch's loss knows for `reduction`.
+    words: tuple[str, ...] = ("none", "mean", "sum")
+
+    def _begin(self, P: Partition, reduction: str) -> None:
+        super().__init__()
+        self.reduction = reduced_by(reduction, self.words)
+        self._note(partition(P))
+
+    @without_our_frames
+    def forward(self, xs: Sequence[torch.Tensor], target: Targets) -> torch.Tensor | Tensors:
+        """Return the loss. Return at once, but for a local target's way."""
+        given = self.P.check(xs, "xs")
+        cuts = self.P.cuts(given)
+        targets = self._targets(target, cuts)
+        how = "none" if self.reduction == "none" else "sum"
+        parts = [self._part(x, t, how, cuts, k) for k, (x, t) in enumerate(zip(given, targets))]
+        if self.reduction == "none":
+            return parts
+        total = self._sum(parts)
+        sizes = [sum(lengths) for lengths in cuts]
+        match self.reduction:
+            case "mean":
+                return total / prod(sizes)
+            case "batchmean":
+                return total / sizes[0]
+        return total
+
+    def _part(self, x: torch.Tensor, target: torch.Tensor, how: str, cuts: Cuts, k: int) -> torch.Tensor:
+        """Return the loss of the k-th place's elements, or their sum."""
+        raise NotImplementedError
+
+
+class MSELoss(_Elements):
     """`torch.nn.MSELoss` of inputs that are partitioned.
 
     The target is a list of shards like the inputs', or a whole tensor, here or on a place. With "mean" and
@@ -56,139 +99,167 @@ class MSELoss(_Loss):
 
     @without_our_frames
     def __init__(self, P: Partition, reduction: str = "mean") -> None:
-        super().__init__()
-        self.reduction = _reduction(reduction)
-        self._note(partition(P))
+        self._begin(P, reduction)
+
+    def _part(self, x: torch.Tensor, target: torch.Tensor, how: str, cuts: Cuts, k: int) -> torch.Tensor:
+        return F.mse_loss(x, target, reduction=how)
+
+
+class L1Loss(_Elements):
+    """`torch.nn.L1Loss` of inputs that are partitioned. See `MSELoss`."""
 
     @without_our_frames
-    def forward(self, xs: Sequence[torch.Tensor], target: Targets) -> torch.Tensor | Tensors:
-        """Return the loss. Return at once, but for a local target's way."""
-        given = self.P.check(xs, "xs")
-        cuts = self.P.cuts(given)
-        targets = self._targets(target, cuts)
-        if self.reduction == "none":
-            return [F.mse_loss(x, t, reduction="none") for x, t in zip(given, targets)]
-        total = self._sum([F.mse_loss(x, t, reduction="sum") for x, t in zip(given, targets)])
-        return total / prod(sum(lengths) for lengths in cuts) if self.reduction == "mean" else total
+    def __init__(self, P: Partition, reduction: str = "mean") -> None:
+        self._begin(P, reduction)
+
+    def _part(self, x: torch.Tensor, target: torch.Tensor, how: str, cuts: Cuts, k: int) -> torch.Tensor:
+        return F.l1_loss(x, target, reduction=how)
 
 
-class CrossEntropyLoss(_Loss):
-    """`torch.nn.CrossEntropyLoss` of inputs (batch, classes, ...) that are partitioned, classes too.
+class SmoothL1Loss(_Elements):
+    """`torch.nn.SmoothL1Loss` of inputs that are partitioned. See `MSELoss`."""
 
-    The target has the numbers of classes, (batch, ...): a whole tensor, here or on a place, or a list with
-    the part of each place. With "mean" and "sum" the result is one number, on the first place; with "none" it
-    is a list of shards.
+    @without_our_frames
+    def __init__(self, P: Partition, reduction: str = "mean", beta: float = 1.0) -> None:
+        self._begin(P, reduction)
+        self.beta = beta
+
+    def _part(self, x: torch.Tensor, target: torch.Tensor, how: str, cuts: Cuts, k: int) -> torch.Tensor:
+        return F.smooth_l1_loss(x, target, reduction=how, beta=self.beta)
+
+
+class HuberLoss(_Elements):
+    """`torch.nn.HuberLoss` of inputs that are partitioned. See `MSELoss`."""
+
+    @without_our_frames
+    def __init__(self, P: Partition, reduction: str = "mean", delta: float = 1.0) -> None:
+        self._begin(P, reduction)
+        self.delta = delta
+
+    def _part(self, x: torch.Tensor, target: torch.Tensor, how: str, cuts: Cuts, k: int) -> torch.Tensor:
+        return F.huber_loss(x, target, reduction=how, delta=self.delta)
+
+
+class KLDivLoss(_Elements):
+    """`torch.nn.KLDivLoss` of inputs that are partitioned. See `MSELoss`.
 
     Args:
-        P: how the inputs are partitioned; the other arguments are torch's.
-
-    Raises:
-        NotSupportedError: `weight` or `label_smoothing` where classes are cut.
+        P: how the inputs are partitioned.
+        reduction: "batchmean" too, which divides by the length of the first dimension as a whole.
+        log_target: whether the target is given as logarithms.
     """
+
+    words = ("none", "mean", "batchmean", "sum")
+
+    @without_our_frames
+    def __init__(self, P: Partition, reduction: str = "mean", log_target: bool = False) -> None:
+        self._begin(P, reduction)
+        self.log_target = log_target
+
+    def _part(self, x: torch.Tensor, target: torch.Tensor, how: str, cuts: Cuts, k: int) -> torch.Tensor:
+        return F.kl_div(x, target, reduction=how, log_target=self.log_target)
+
+
+class PoissonNLLLoss(_Elements):
+    """`torch.nn.PoissonNLLLoss` of inputs that are partitioned. See `MSELoss`."""
+
+    @without_our_frames
+    def __init__(
+        self,
+        P: Partition,
+        log_input: bool = True,
+        full: bool = False,
+        eps: float = 1e-8,
+        reduction: str = "mean",
+    ) -> None:
+        self._begin(P, reduction)
+        self.log_input, self.full, self.eps = log_input, full, eps
+
+    def _part(self, x: torch.Tensor, target: torch.Tensor, how: str, cuts: Cuts, k: int) -> torch.Tensor:
+        return F.poisson_nll_loss(
+            x, target, log_input=self.log_input, full=self.full, eps=self.eps, reduction=how
+        )
+
+
+class _Weighted(_Elements):
+    """Binary cross entropies, whose elements may have weights."""
+
+    weight: torch.Tensor | None
+
+    def _hold(self, name: str, value: torch.Tensor | None) -> None:
+        """Keep weights whole on the first place, as layers keep theirs."""
+        self.register_buffer(name, None if value is None else value.to(self.P.homes[0].device))
+
+    def _at(self, name: str, value: torch.Tensor | None, cuts: Cuts, k: int) -> torch.Tensor | None:
+        """Return what the k-th place needs of weights that stand for the whole, by torch's broadcasting."""
+        if value is None:
+            return None
+        sizes = [sum(lengths) for lengths in cuts]
+        own = [*value.shape]
+        last = sizes[len(sizes) - len(own) :]
+        if len(own) > len(sizes) or any(n not in (1, size) for n, size in zip(own, last)):
+            raise UsageError(
+                f"{type(self).__name__}: {name} must fit the inputs, {tuple(sizes)}, counted from the last "
+                f"dimension; it is {tuple(own)}"
+            )
+        box = slices_of(cuts)[k][len(sizes) - len(own) :]
+        where = tuple(slice(None) if n == 1 else part for n, part in zip(own, box))
+        return value[where].to(self.P.homes[k].device)
+
+
+class BCELoss(_Weighted):
+    """`torch.nn.BCELoss` of probabilities that are partitioned. See `MSELoss`.
+
+    Args:
+        P: how the inputs are partitioned.
+        weight: a weight for each element of the whole, or what torch broadcasts to it.
+    """
+
+    @without_our_frames
+    def __init__(self, P: Partition, weight: torch.Tensor | None = None, reduction: str = "mean") -> None:
+        self._begin(P, reduction)
+        self._hold("weight", weight)
+
+    def _part(self, x: torch.Tensor, target: torch.Tensor, how: str, cuts: Cuts, k: int) -> torch.Tensor:
+        return F.binary_cross_entropy(x, target, self._at("weight", self.weight, cuts, k), reduction=how)
+
+
+class BCEWithLogitsLoss(_Weighted):
+    """`torch.nn.BCEWithLogitsLoss` of inputs that are partitioned. See `BCELoss`.
+
+    Args:
+        P: how the inputs are partitioned.
+        weight: a weight for each element of the whole, or what torch broadcasts to it.
+        pos_weight: a weight for the ones of the target, in the same way.
+    """
+
+    pos_weight: torch.Tensor | None
 
     @without_our_frames
     def __init__(
         self,
         P: Partition,
         weight: torch.Tensor | None = None,
-        ignore_index: int = -100,
         reduction: str = "mean",
-        label_smoothing: float = 0.0,
+        pos_weight: torch.Tensor | None = None,
     ) -> None:
-        super().__init__()
-        self.reduction, self.ignore_index = _reduction(reduction), ignore_index
-        self.label_smoothing = label_smoothing
-        self._note(partition(P))
-        self._cut = P.dim > 1 and P.shape[1] > 1
-        if self._cut:
-            require_default(label_smoothing, 0.0, "label_smoothing", "CrossEntropyLoss with classes cut")
-            require_default(weight is None, True, "weight=None", "CrossEntropyLoss with classes cut")
-        self._copies = Copies(P, [None])
-        self.register_buffer("weight", None if weight is None else weight.to(P.homes[0].device))
+        self._begin(P, reduction)
+        self._hold("weight", weight)
+        self._hold("pos_weight", pos_weight)
 
-    weight: torch.Tensor | None
-
-    @without_our_frames
-    def forward(self, xs: Sequence[torch.Tensor], target: Targets) -> torch.Tensor | Tensors:
-        """Return the loss. Return at once, but for a local target's way."""
-        given: Tensors = list(self.P.check(xs, "xs"))
-        if given[0].dim() < 2:
-            raise UsageError(
-                f"CrossEntropyLoss takes inputs (batch, classes, ...), got shards of {tuple(given[0].shape)}"
-            )
-        cuts = self.P.cuts(given)
-        targets = self._targets(target, cuts, but=1)
-        weights = None if self.weight is None else self._copies(self.weight)
-        losses = self._of_cut_classes(given, targets, cuts) if self._cut else None
-        if losses is None:
-            losses = [
-                F.cross_entropy(
-                    x,
-                    t,
-                    None if weights is None else weights[k],
-                    ignore_index=self.ignore_index,
-                    reduction="none",
-                    label_smoothing=self.label_smoothing,
-                )
-                for k, (x, t) in enumerate(zip(given, targets))
-            ]
-        if self.reduction == "none":
-            return losses
-        # Places with the same batch and other classes have the same losses.
-        first = [not (self._cut and index[1]) for index in coordinates(self.P.shape)]
-        total = self._sum([x.sum() * f for x, f in zip(losses, first)])
-        if self.reduction == "sum":
-            return total
-        with torch.no_grad():
-            counted = [t != self.ignore_index for t in targets]
-            shares = [
-                c.sum().to(x.dtype) if weights is None else (weights[k][t.clamp(0)] * c).sum()
-                for k, (x, t, c) in enumerate(zip(losses, targets, counted))
-            ]
-            count = self._sum([s * f for s, f in zip(shares, first)])
-        return total / count
-
-    def _of_cut_classes(self, xs: Tensors, targets: Tensors, cuts: Cuts) -> Tensors:
-        """Return each place's losses, of classes that other places have, too."""
-        with torch.no_grad():
-            highest = self._highest([_highest(x) for x in xs])
-        sums = primitives.all_sum_reduce([(x - m).exp().sum(1) for x, m in zip(xs, highest)], self.P, 1)
-        picked = []
-        for x, target, where in zip(xs, targets, slices_of(cuts)):
-            begin, count = where[1].start, where[1].stop - where[1].start
-            if not count:
-                picked.append(x.sum(1))
-                continue
-            inside = (target >= begin) & (target < begin + count)
-            own = x.gather(1, (target - begin).clamp(0, count - 1).unsqueeze(1)).squeeze(1)
-            picked.append(torch.where(inside, own, torch.zeros_like(own)))
-        wanted = primitives.all_sum_reduce(picked, self.P, 1)
-        return [
-            torch.where(t == self.ignore_index, torch.zeros_like(w), s.log() + m.squeeze(1) - w)
-            for t, s, m, w in zip(targets, sums, highest, wanted)
-        ]
-
-    def _highest(self, own: Tensors) -> Tensors:
-        """Return the highest number of each row, at all places that have some of its classes."""
-        rows: dict[int, list[int]] = {}
-        for k, index in enumerate(coordinates(self.P.shape)):
-            at = tuple(0 if d == 1 else c for d, c in enumerate(index))
-            rows.setdefault(number(at, self.P.shape), []).append(k)
-        found = dict[int, torch.Tensor]()
-        for row in rows.values():
-            found.update(zip(row, functional.all_reduce([own[k] for k in row], ReduceOp.MAX)))
-        return [found[k] for k in range(len(own))]
+    def _part(self, x: torch.Tensor, target: torch.Tensor, how: str, cuts: Cuts, k: int) -> torch.Tensor:
+        return F.binary_cross_entropy_with_logits(
+            x,
+            target,
+            self._at("weight", self.weight, cuts, k),
+            reduction=how,
+            pos_weight=self._at("pos_weight", self.pos_weight, cuts, k),
+        )
 
 
-def _highest(x: torch.Tensor) -> torch.Tensor:
-    if x.shape[1]:
-        return x.amax(1, keepdim=True)
-    size = [*x.shape]
-    size[1] = 1
-    return x.new_full(size, float("-inf"))
-
-
-def _reduction(value: str) -> str:
-    if value not in ("none", "mean", "sum"):
-        raise UsageError(f'reduction is "none", "mean" or "sum", got {value!r}')
+def reduced_by(value: str, words: Sequence[str] = ("none", "mean", "sum")) -> str:
+    """Return the word for `reduction`; raise `UsageError` for one that the loss does not know."""
+    if value not in words:
+        *first, last = map('"{}"'.format, words)
+        raise UsageError(f"reduction is {', '.join(first)} or {last}, got {value!r}")
     return value

@@ -8,9 +8,19 @@ gradients. Its first argument is the partition, and the others are torch's. docs
 from __future__ import annotations
 
 from .between import Each, Repartition
+from .classes import CrossEntropyLoss
 from .convolutions import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from .features import Embedding, Linear
-from .losses import CrossEntropyLoss, MSELoss
+from .losses import (
+    BCELoss,
+    BCEWithLogitsLoss,
+    HuberLoss,
+    KLDivLoss,
+    L1Loss,
+    MSELoss,
+    PoissonNLLLoss,
+    SmoothL1Loss,
+)
 from .norms import BatchNorm1d, BatchNorm2d, BatchNorm3d, LayerNorm, RMSNorm
 from .pools import AvgPool1d, AvgPool2d, AvgPool3d, MaxPool1d, MaxPool2d, MaxPool3d
 from .upsample import Upsample
@@ -19,6 +29,8 @@ __all__ = [
     "AvgPool1d",
     "AvgPool2d",
     "AvgPool3d",
+    "BCELoss",
+    "BCEWithLogitsLoss",
     "BatchNorm1d",
     "BatchNorm2d",
     "BatchNorm3d",
@@ -31,13 +43,18 @@ __all__ = [
     "CrossEntropyLoss",
     "Each",
     "Embedding",
+    "HuberLoss",
+    "KLDivLoss",
+    "L1Loss",
     "LayerNorm",
     "Linear",
     "MSELoss",
     "MaxPool1d",
     "MaxPool2d",
     "MaxPool3d",
+    "PoissonNLLLoss",
     "RMSNorm",
     "Repartition",
+    "SmoothL1Loss",
     "Upsample",
 ]

@@ -31,7 +31,7 @@ class _Pool(torch.nn.Module):
         padding: Many,
         dilation: Many,
         ceil_mode: bool,
-        overlap: bool,
+        overlap: bool | None,
     ) -> None:
         self.P, self.overlap = partition(P), overlap
         kernels = each(kernel_size, self.space, "kernel_size")
@@ -72,7 +72,7 @@ class _Max(_Pool):
         return_indices: bool = False,
         ceil_mode: bool = False,
         *,
-        overlap: bool = True,
+        overlap: bool | None = None,
     ) -> None:
         require_default(return_indices, False, "return_indices", type(self).__name__)
         super().__init__(kernel_size, stride, padding, dilation, return_indices, ceil_mode)
@@ -105,7 +105,7 @@ class _Mean(_Pool):
         count_include_pad: bool = True,
         divisor_override: int | None = None,
         *,
-        overlap: bool = True,
+        overlap: bool | None = None,
     ) -> None:
         # torch's pool of one dimension has no divisor of one's own, and none is missed here.
         more = () if self.space == 1 else (divisor_override,)

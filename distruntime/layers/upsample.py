@@ -1,4 +1,4 @@
-"""`Upsample` over partitioned tensors: each output is between two inputs along each dimension of space."""
+"""`Upsample` over partitioned tensors: each output is of one input, two or four along a dimension."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import NotSupportedError, UsageError, without_our_frames
 from .exchange import windowed
 from .halos import Slab
 from .weights import partition
-from .windows import Rule, Same, Taps, taps
+from .windows import Cubic, Rule, Same, Taps, four_taps, taps
 
 # The dimensions of tensors for which a mode is there.
 _DIMS = {
@@ -20,6 +20,7 @@ _DIMS = {
     "linear": (3,),
     "bilinear": (4,),
     "trilinear": (5,),
+    "bicubic": (4,),
 }
 
 
@@ -28,7 +29,7 @@ class Upsample(torch.nn.Upsample):
 
     Args:
         P: how the inputs are partitioned; the other arguments are torch's.
-        mode: "nearest", "nearest-exact", "linear", "bilinear" or "trilinear".
+        mode: "nearest", "nearest-exact", "linear", "bilinear", "trilinear" or "bicubic".
         overlap: as in `Conv2d`.
 
     Raises:
@@ -45,7 +46,7 @@ class Upsample(torch.nn.Upsample):
         align_corners: bool | None = None,
         recompute_scale_factor: bool | None = None,
         *,
-        overlap: bool = True,
+        overlap: bool | None = None,
     ) -> None:
         if mode not in _DIMS or recompute_scale_factor:
             raise NotSupportedError(
@@ -75,12 +76,18 @@ class Upsample(torch.nn.Upsample):
             scale = _of(self.scale_factor, d)
             count = int(length * scale) if scale is not None else _of(self.size, d)
             assert count is not None
-            rules.append(Taps(length, self.mode, scale, bool(self.align_corners), int(count)))
+            corners = bool(self.align_corners)
+            if self.mode == "bicubic":
+                rules.append(Cubic(length, scale, corners, int(count)))
+            else:
+                rules.append(Taps(length, self.mode, scale, corners, int(count)))
 
         def compute(k: int, x: torch.Tensor, slab: Slab) -> torch.Tensor:
             for d, rule in enumerate(rules):
                 if isinstance(rule, Taps):
                     x = _between(x, d, rule, slab.outputs[d], slab.reads[d][0])
+                elif isinstance(rule, Cubic):
+                    x = _among(x, d, rule, slab.outputs[d], slab.reads[d][0])
             return x
 
         return windowed(given, self.P, tuple(rules), compute, overlap=self.overlap)
@@ -100,6 +107,16 @@ def _between(x: torch.Tensor, d: int, rule: Taps, outputs: tuple[int, int], firs
     there = _picked(x, d, [k - first for k in far[wanted]])
     share = torch.tensor(shares[wanted], dtype=x.dtype, device="cpu").to(x.device)
     return here + (there - here) * share.reshape(-1, *(1,) * (x.dim() - 1 - d))
+
+
+def _among(x: torch.Tensor, d: int, rule: Cubic, outputs: tuple[int, int], first: int) -> torch.Tensor:
+    """Return the outputs of four inputs each along a dimension, of inputs from number `first` on."""
+    rows, shares = four_taps(rule)
+    wanted, count = slice(*outputs), outputs[1] - outputs[0]
+    taken = _picked(x, d, [k - first for row in rows[wanted] for k in row])
+    weights = torch.tensor(shares[wanted], dtype=x.dtype, device="cpu").to(x.device)
+    size = (*x.shape[:d], count, 4, *x.shape[d + 1 :])
+    return (taken.reshape(size) * weights.reshape(count, 4, *(1,) * (x.dim() - 1 - d))).sum(d + 1)
 
 
 def _picked(x: torch.Tensor, d: int, numbers: list[int]) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import floor
 from typing import Protocol
 
 import torch
@@ -37,6 +38,31 @@ class Same:
     def reads(self, start: int, stop: int, size: int) -> Range:
         """Return the same range."""
         return start, stop
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Channels in groups: an output channel reads the `ins` input channels of its group, which has `outs`
+    output channels.
+    """
+
+    ins: int
+    outs: int
+
+    def length(self, size: int) -> int:
+        """Return the number of output channels."""
+        return size // self.ins * self.outs
+
+    def reads(self, start: int, stop: int, size: int) -> Range:
+        """Return the input channels of all groups that the outputs are in."""
+        return start // self.outs * self.ins, ((stop - 1) // self.outs + 1) * self.ins
+
+    def pieces(self, start: int, stop: int) -> list[Range]:
+        """Return the outputs in up to three ranges. Each is of whole groups, or inside one group."""
+        first, last = -(-start // self.outs) * self.outs, stop // self.outs * self.outs
+        if first > last:
+            return [(start, stop)]
+        return [(a, b) for a, b in ((start, first), (first, last), (last, stop)) if a < b]
 
 
 @dataclass(frozen=True)
@@ -131,6 +157,56 @@ class Taps:
         """Return the inputs between the first and the last tap."""
         near, far, _ = taps(self)
         return near[start], far[stop - 1] + 1
+
+
+@dataclass(frozen=True)
+class Cubic:
+    """Each output is a weighted sum of four neighbours: cubic interpolation.
+
+    Beyond the edges the last input is repeated.
+    """
+
+    size: int
+    # What torch is told: the scale, or None, and whether corners are aligned.
+    scale: float | None
+    corners: bool
+    count: int
+
+    def length(self, size: int) -> int:
+        """Return the number of outputs."""
+        return self.count
+
+    def reads(self, start: int, stop: int, size: int) -> Range:
+        """Return the inputs from the first tap to the last one."""
+        rows, _ = four_taps(self)
+        return rows[start][0], rows[stop - 1][3] + 1
+
+
+@lru_cache(maxsize=512)
+def four_taps(rule: Cubic) -> tuple[list[list[int]], list[list[float]]]:
+    """Return, for each output, the four inputs and their shares: Keys' cubic convolution with -3/4."""
+    if rule.corners:
+        step = (rule.size - 1) / (rule.count - 1) if rule.count > 1 else 0.0
+    else:
+        step = rule.size / rule.count if rule.scale is None else 1 / rule.scale
+    rows, shares = [], []
+    for k in range(rule.count):
+        where = step * k if rule.corners else step * (k + 0.5) - 0.5
+        first = floor(where)
+        t = where - first
+        rows.append([min(max(first + j, 0), rule.size - 1) for j in (-1, 0, 1, 2)])
+        shares.append([_outer(t + 1), _inner(t), _inner(1 - t), _outer(2 - t)])
+    return rows, shares
+
+
+def _inner(t: float) -> float:
+    """Return the share of an input that is at most 1 away."""
+    return (1.25 * t - 2.25) * t * t + 1
+
+
+def _outer(t: float) -> float:
+    """Return the share of an input that is from 1 to 2 away."""
+    return ((-0.75 * t + 3.75) * t - 6) * t + 3
 
 
 @lru_cache(maxsize=512)

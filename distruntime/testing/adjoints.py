@@ -42,10 +42,9 @@ def check_adjoint(
     outs = _listed(f(leaves))
     with torch.no_grad():
         constants = _listed(f([torch.zeros_like(x) for x in leaves]))
-        linear = [out.detach() - constant for out, constant in zip(outs, constants)]
     generator = torch.Generator().manual_seed(seed)
-    ys = [torch.randn(y.shape, dtype=y.dtype, generator=generator, device="cpu").to(y.device) for y in outs]
-    wanted = [(out, y) for out, y in zip(outs, ys) if out.requires_grad]
+    ys = [torch.randn(y.shape, dtype=y.dtype, generator=generator, device="cpu") for y in outs]
+    wanted = [(out, y.to(out.device)) for out, y in zip(outs, ys) if out.requires_grad]
     if not wanted:
         raise dr.UsageError("no result of f depends on xs by a gradient")
     grads = torch.autograd.grad(
@@ -57,8 +56,12 @@ def check_adjoint(
                 f"the gradient of xs[{k}] is {tuple(grad.shape)} {grad.dtype} on {grad.device}, "
                 f"expected {tuple(x.shape)} {x.dtype} on {x.device}, as the input is"
             )
-    forth, back = _inner(linear, ys), _inner(leaves, grads)
-    scale = max(_norm(linear) * _norm(ys), _norm(leaves) * _norm(grads))
+    # All values come in one wait.
+    here = dr.fetch([[t.detach() for t in ts] for ts in (outs, constants, leaves, grads)])
+    results, fixed, points, backs = ([t.cpu().double() for t in ts] for ts in here)
+    linear = [out - constant for out, constant in zip(results, fixed)]
+    forth, back = _inner(linear, ys), _inner(points, backs)
+    scale = max(_norm(linear) * _norm(ys), _norm(points) * _norm(backs))
     error = abs(forth - back) / scale if scale else 0.0
     most = (1e-12 if leaves[0].dtype == torch.float64 else 1e-5) if bound is None else bound
     if not error <= most:
@@ -81,8 +84,7 @@ def _listed(found: Tensors | torch.Tensor) -> list[torch.Tensor]:
 
 
 def _inner(xs: Tensors, ys: Tensors) -> float:
-    here = [(x.detach().cpu().double(), y.detach().cpu().double()) for x, y in zip(xs, ys)]
-    return sum(float((x * y).sum()) for x, y in here)
+    return sum(float((x * y.double()).sum()) for x, y in zip(xs, ys))
 
 
 def _norm(xs: Tensors) -> float:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 import distruntime as dr
 from parts import numbers
 
 Make = Callable[..., torch.nn.Module]
+
+
+def cases(names: Iterable[str], quick: Collection[str]) -> list[Any]:
+    """The names as parameters: those that are not quick try a layer again, in another way."""
+    given = list(names)
+    assert set(quick) <= set(given)
+    further = pytest.mark.slow(reason="it is a further case of a layer that is tried without it")
+    return [name if name in quick else pytest.param(name, marks=further) for name in given]
 
 
 def over(places: Sequence[int], shape: Sequence[int]) -> dr.Partition:
@@ -40,6 +49,15 @@ def pair(make: Make, serial: Make, on: dr.Partition, dtype: torch.dtype) -> tupl
     assert list(ours.state_dict()) == list(theirs.state_dict())
     ours.load_state_dict(theirs.state_dict())
     return ours, theirs
+
+
+def _gradient(layer: Any, name: str) -> Any:
+    """The gradient of a weight, whole, also if the weight lives in parts."""
+    value = getattr(layer, name)
+    if isinstance(value, torch.Tensor):
+        assert value.grad is not None, name
+        return value.grad
+    return layer._feeds[name][0].joined([part.grad for part in value])
 
 
 def outputs_on(layer: Any, on: dr.Partition) -> dr.Partition:
@@ -76,9 +94,12 @@ def assert_as_serial(
         ((out * weights).sin() * weights).sum().backward()
     if grad:
         torch.testing.assert_close(there.grad, here.grad, **close)
-    for (name, p), (_, q) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
-        assert p.grad is not None, name
-        torch.testing.assert_close(p.grad.cpu(), q.grad, msg=lambda m, n=name: f"{n}: {m}", **close)
-    for (name, p), (_, q) in zip(ours.named_buffers(), theirs.named_buffers(), strict=True):
-        torch.testing.assert_close(p.cpu(), q, msg=lambda m, n=name: f"{n}: {m}", **close)
+    # All values come in one wait.
+    found = dr.fetch(
+        {name: _gradient(ours, name) for name, _ in theirs.named_parameters()} | dict(ours.named_buffers())
+    )
+    expected = {name: q.grad for name, q in theirs.named_parameters()} | dict(theirs.named_buffers())
+    assert list(found) == list(expected)
+    for name, q in expected.items():
+        torch.testing.assert_close(found[name], q, msg=lambda m, n=name: f"{n}: {m}", **close)
     return ours

@@ -1046,6 +1046,50 @@ class Layering(Base):
             if shard.numel():
                 self.keep(place, shard.reshape(-1), expected[where].clone().reshape(-1), *parts)
 
+    @operation(0.4)
+    def convolution_over_places(self) -> None:
+        """A convolution of small whole numbers, whose sums are exact, padded in any way; and a loss of it."""
+        count = min(len(self.world.places), self.random.randint(2, 4))
+        places = self.random.sample(self.world.places, count)
+        parts = [self.any(place, torch.float32, healthy=True) for place in places]
+        self.say(*parts)
+        kernel, padding = self.random.randint(1, 4), self.random.randint(0, 3)
+        options = {
+            "stride": self.random.randint(1, 3),
+            "padding": padding,
+            "padding_mode": self.random.choice(["zeros", "reflect", "replicate", "circular"]),
+        }
+        # A value may have NaN and infinity, which spread in a convolution as its kernel pleases.
+        small = [
+            [t.nan_to_num(0, 0, 0).remainder(8).floor().reshape(1, 1, -1) for t in (part.remote, part.local)]
+            for part in parts
+        ]
+        whole = torch.cat([local for _, local in small], 2)
+        if whole.shape[2] <= max(kernel, padding):
+            return
+        serial, on = torch.nn.Conv1d(1, 2, kernel, **options), dr.Partition(places, (1, 1, count))
+        # A new layer draws its weights.
+        with self.world.seed:
+            layer = dr.nn.Conv1d(on, 1, 2, kernel, **options, overlap=self.random.choice([None, True, False]))
+        state = {
+            name: torch.tensor([self.random.randint(-3, 3) for _ in range(p.numel())])
+            .reshape(p.shape)
+            .float()
+            for name, p in serial.state_dict().items()
+        }
+        serial.load_state_dict(state)
+        layer.load_state_dict(state)
+        with torch.no_grad():
+            shards, expected = layer([remote for remote, _ in small]), serial(whole)
+            if self.chance(0.5):
+                name = self.random.choice(["L1Loss", "MSELoss", "HuberLoss"])
+                self.say(name)
+                shards = getattr(dr.nn, name)(on, "none")(shards, [torch.zeros_like(y) for y in shards])
+                expected = getattr(torch.nn, name)(reduction="none")(expected, torch.zeros_like(expected))
+        for place, shard, where in zip(places, shards, on.slices(expected.shape)):
+            if shard.numel():
+                self.keep(place, shard.reshape(-1), expected[where].clone().reshape(-1), *parts)
+
 
 class OnMeshes(Base):
     """Tensors on meshes, their members and shards, and what runs along dimensions."""

@@ -27,4 +27,4 @@ def test_the_pages_show_what_happens(capsys: pytest.CaptureFixture[str]) -> None
                 exec(code, names)
                 assert capsys.readouterr().out == text
                 shown += bool(text)
-    assert shown == 5
+    assert shown == 6

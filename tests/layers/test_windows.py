@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from distruntime.collectives.plans import balanced, coordinates, number
 from distruntime.layers.convolutions import padded, pads_of
 from distruntime.layers.halos import Member, Slab, plan_halos, volume
-from distruntime.layers.windows import Rule, Same, Spread, Taps, Window
+from distruntime.layers.windows import Cubic, Grouped, Rule, Same, Spread, Taps, Window, four_taps
 
 
 def _slab(rule: Rule, start: int, stop: int, size: int) -> Slab:
@@ -94,13 +94,31 @@ def test_parts_of_a_transposed_convolution_need_only_what_they_read() -> None:
         torch.testing.assert_close(part[:, :, start:stop], whole[:, :, start:stop])
 
 
+def test_outputs_of_groups_read_their_groups() -> None:
+    draw = random.Random(5)
+    for _ in range(200):
+        rule, groups = Grouped(draw.randint(1, 4), draw.randint(1, 4)), draw.randint(1, 5)
+        x = torch.randn(1, groups * rule.ins, 1, dtype=torch.float64)
+        weight = torch.randn(groups * rule.outs, rule.ins, 1, dtype=torch.float64)
+        whole = F.conv1d(x, weight, groups=groups)
+        assert rule.length(x.shape[1]) == whole.shape[1]
+        start = draw.randrange(whole.shape[1])
+        stop = draw.randint(start + 1, whole.shape[1])
+        found = []
+        for a, b in rule.pieces(start, stop):
+            low, high = rule.reads(a, b, x.shape[1])
+            found.append(F.conv1d(x[:, low:high], weight[a:b], groups=(high - low) // rule.ins))
+        assert len(found) <= 3
+        torch.testing.assert_close(torch.cat(found, 1), whole[:, start:stop])
+
+
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear"])
 @pytest.mark.parametrize("corners", [False, True])
 def test_taps_are_torchs(mode: str, corners: bool) -> None:
     if corners and mode != "linear":
         return
     draw = random.Random(3)
-    for _ in range(100):
+    for _ in range(40):
         size, count = draw.randint(1, 12), draw.randint(1, 30)
         rule = Taps(size, mode, None, corners, count)
         x = torch.randn(1, 1, size, dtype=torch.float64)
@@ -115,14 +133,43 @@ def test_taps_are_torchs(mode: str, corners: bool) -> None:
             torch.testing.assert_close(again[0, 0, k], whole[0, 0, k])
 
 
+@pytest.mark.parametrize("corners", [False, True])
+def test_four_taps_are_torchs(corners: bool) -> None:
+    draw = random.Random(6)
+    for _ in range(60):
+        size, count = draw.randint(1, 12), draw.randint(1, 30)
+        scale = None if corners or draw.random() < 0.5 else draw.uniform(0.4, 3)
+        if scale is not None:
+            count = int(size * scale)
+        if not count:
+            continue
+        rule = Cubic(size, scale, corners, count)
+        x = torch.randn(1, 1, size, 1, dtype=torch.float64)
+        options: dict[str, Any] = dict(mode="bicubic", align_corners=corners)
+        how: dict[str, Any] = dict(size=(count, 1)) if scale is None else dict(scale_factor=(scale, 1.0))
+        whole = F.interpolate(x, **how, **options)[0, 0, :, 0]
+        rows, shares = four_taps(rule)
+        found = (x[0, 0, :, 0][torch.tensor(rows)] * torch.tensor(shares, dtype=x.dtype)).sum(1)
+        torch.testing.assert_close(found, whole)
+        for k in range(count):
+            first, last = rule.reads(k, k + 1, size)
+            assert (first, last) == (min(rows[k]), max(rows[k]) + 1)
+
+
 def _drawn_rule(draw: random.Random) -> tuple[Rule, int]:
-    match draw.randrange(4):
+    match draw.randrange(6):
         case 0:
             return Same(), draw.randint(1, 9)
         case 1:
             size = draw.randint(1, 9)
             return Taps(size, "linear", None, False, draw.randint(1, 20)), size
         case 2:
+            ins = draw.randint(1, 3)
+            return Grouped(ins, draw.randint(1, 3)), ins * draw.randint(1, 4)
+        case 3:
+            size = draw.randint(1, 9)
+            return Cubic(size, None, draw.random() < 0.5, draw.randint(1, 20)), size
+        case 4:
             rule = Spread(draw.randint(1, 4), draw.randint(1, 4), draw.randint(1, 2))
             return rule, draw.randint(1, 9)
         case _:

@@ -211,8 +211,8 @@ def many(given: argparse.Namespace, world: World) -> Tally:
         given.programs,
         given.publish,
         given.most_wrong,
-        given.patience,
         traced=given.trace,
+        patience=given.patience,
     )
     started = time.monotonic()
     run.report = lambda: print(f"{time.monotonic() - started:.0f} s: {run.tally}", flush=True)

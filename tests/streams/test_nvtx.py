@@ -101,6 +101,17 @@ def test_a_range_is_on_the_stream_where_it_began(session: Session, tmp_path: Pat
     assert under.range("side").process.startswith("node 1")
 
 
+def test_a_function_in_a_range(session: Session, tmp_path: Path) -> None:
+    @dr.nvtx.range("each call")
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    x = torch.ones(4, device="remote")
+    with traced(tmp_path) as under:
+        double(double(x))
+    assert [one.name for one in under.trace.of("node", "range")] == ["each call"] * 2
+
+
 def test_a_range_of_a_mesh_is_on_each_node(session: Session, tmp_path: Path) -> None:
     mesh = dr.init_device_mesh("cpu", (2,))
     x = torch.ones(4, device=mesh.device)

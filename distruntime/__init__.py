@@ -94,6 +94,7 @@ if typing.TYPE_CHECKING:
     from .session.launcher import Launcher, LaunchSpec, WorkerProcess
     from .session.placing import device, node, on, place, set_place
     from .session.stalls import Stall, get_sync_debug_mode, set_sync_debug_mode, stalls
+    from .streams import nvtx
     from .streams.cancel import cancel
     from .streams.stream import (
         Event,
@@ -147,6 +148,7 @@ _MODULES = {
     "functional": "collectives.functional",
     "lines": "mesh.lines",
     "nn": "layers.nn",
+    "nvtx": "streams.nvtx",
     "primitives": "collectives.primitives",
 }
 _first_use.publish(__name__, _MODULES)
@@ -291,6 +293,7 @@ __all__ = [
     "nn",
     "node",
     "nodes",
+    "nvtx",
     "on",
     "on_nodes",
     "ones",

@@ -17,6 +17,7 @@ PUBLIC_MODULES = [
     "distruntime.functional",
     "distruntime.lines",
     "distruntime.nn",
+    "distruntime.nvtx",
     "distruntime.primitives",
     "distruntime.testing",
 ]

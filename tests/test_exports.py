@@ -28,7 +28,13 @@ PUBLIC = {
 
 def test_all_is_complete_and_has_no_strangers() -> None:
     assert len(dr.__all__) == len(set(dr.__all__))
-    assert set(dr.__all__) == set(PUBLIC) - {"annotations"} | {"functional", "lines", "nn", "primitives"}
+    assert set(dr.__all__) == set(PUBLIC) - {"annotations"} | {
+        "functional",
+        "lines",
+        "nn",
+        "nvtx",
+        "primitives",
+    }
 
 
 def test_no_public_name_hides_a_module() -> None:

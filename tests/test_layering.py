@@ -73,6 +73,7 @@ KNOWS_ACCELERATORS = (
     "distruntime_worker.machine.accelerator",
     "distruntime_worker.machine.hardware",
     "distruntime_worker.machine.random_states",
+    "distruntime_worker.machine.ranges",
     "distruntime_worker.collectives",
     "distruntime_worker.programs.cuda_graphs",
 )

@@ -79,6 +79,31 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
     assert [name for name in named_files(page) if not (ROOT / name).is_file()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_every_test_that_a_page_names_exists(page: Path) -> None:
+    """`tests/x.py::test_y` is a function of that file."""
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"\b(tests/[\w/]+\.py)::(\w+)", text)
+    missing = [
+        (file, name)
+        for file, name in named
+        if not (ROOT / file).is_file() or f"def {name}(" not in (ROOT / file).read_text(encoding="utf-8")
+    ]
+    assert missing == []
+
+
+def test_each_row_of_another_system_is_shown_by_something() -> None:
+    page = ROOT / "docs" / "from_other_systems.md"
+    rows = [line.split(" | ") for line in page.read_text(encoding="utf-8").splitlines() if line[:2] == "| "]
+    assert len(rows) > 110 and {len(row) for row in rows} == {3}
+    # What there is no need for, and what is not there, has no test.
+    told = re.compile(r"]\(|`(tests|examples)/\w|shown by")
+    silent = [
+        row for row in rows if not told.search(row[2]) and not row[1].startswith(("not needed", "not there"))
+    ]
+    assert silent == []
+
+
 def test_the_pages_have_links_and_name_files() -> None:
     assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"} <= {page.name for page in PAGES}
     assert sum(len(list(links(page))) for page in PAGES) > 30

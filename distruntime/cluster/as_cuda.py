@@ -31,6 +31,7 @@ from ..log.handle import Residence, next_ref
 from ..mesh import data_parallel
 from ..session.session import Session, active_session
 from ..session.stalls import get_sync_debug_mode, set_sync_debug_mode, stalls
+from ..streams import nvtx
 from ..streams.stream import Event, Stream, stream
 from ..tensors.tensor import DistributedTensor
 
@@ -667,7 +668,10 @@ def _replace_cuda() -> None:
     for name in _IDLE:
         if hasattr(cuda, name):
             _answer(name, _pretending(f"torch.cuda.{name}"))
-    for name in ("range_push", "range_pop", "range_start", "range_end", "mark"):
+    for name in ("range_push", "range_pop", "mark"):
+        _replace(cuda.nvtx, name, getattr(nvtx, name))
+    # A range that another thread may end belongs to no stream.
+    for name in ("range_start", "range_end"):
         _replace(cuda.nvtx, name, _pretending(f"torch.cuda.nvtx.{name}"))
     for name in ("start", "stop"):
         _replace(cuda.profiler, name, _pretending(f"torch.cuda.profiler.{name}"))

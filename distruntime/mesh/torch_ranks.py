@@ -22,7 +22,7 @@ from ..errors import NotSupportedError, UsageError
 from . import lines
 from .operation import permuted
 from .torch_fsdp import replace
-from .torch_process_group import Issued, MastersRank, MeshGroup, is_on_mesh, lines_named
+from .torch_process_group import BACKEND, Issued, MastersRank, MeshGroup, is_on_mesh, lines_named
 
 _c10d: Any = distributed_c10d
 _functional: Any = _functional_collectives
@@ -37,6 +37,8 @@ def prepare() -> None:
     when_imported("torch.distributed.checkpoint.state_dict_saver", _refuse_parts)
     replace("scatter", _scatter(dist.scatter))
     replace("barrier", _barrier(dist.barrier))
+    replace("monitored_barrier", _monitored(dist.monitored_barrier))
+    replace("new_group", _of_members(dist.new_group))
     when_imported("torch.distributed.nn.functional", _with_gradients)
     replace("permute_tensor", _permute(_functional.permute_tensor))
     _Join.notify_join_context = staticmethod(_lasting(_Join.notify_join_context))
@@ -152,6 +154,35 @@ def _barrier(barrier: Callable[..., Any]) -> Callable[..., Any]:
             return barrier(group, async_op, *args, **kwargs)
         work = found.barrier()
         return work if async_op else None
+
+    return choose
+
+
+def _monitored(monitored_barrier: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(monitored_barrier)
+    def choose(group: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if mesh_group(group) is not None:
+            raise NotSupportedError(
+                "monitored_barrier asks each rank, and this process has no rank, since it speaks for all "
+                "members. dr.barrier(dr.new_group(mesh.places), timeout=30) names who is late, and with what"
+            )
+        return monitored_barrier(group, *args, **kwargs)
+
+    return choose
+
+
+def _of_members(new_group: Callable[..., Any]) -> Callable[..., Any]:
+    """torch would wait for ranks that never come: gloo's meet when the group is made."""
+
+    @functools.wraps(new_group)
+    def choose(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if mesh_group(None) is not None and backend not in (None, BACKEND):
+            raise NotSupportedError(
+                f"a group with the backend {str(backend)!r} would wait for its other ranks, and this process "
+                f"is the only one: it speaks for all members. Leave backend= out, or make "
+                f"dr.new_group(places, backend={str(backend)!r}), which is one of the workers"
+            )
+        return new_group(ranks, timeout, backend, *args, **kwargs)
 
     return choose
 

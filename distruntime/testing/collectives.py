@@ -139,7 +139,8 @@ def check_collectives(
     """Try each collective of a group: compare what it gives, then time it. Block for seconds.
 
     Args:
-        group: `dr.new_group(...)`; None: all nodes of the session.
+        group: `dr.new_group(...)`; None: all nodes of the session. For a line of a mesh, name its members:
+            `dr.new_group([mesh.places[k] for k in layout.groups("data")[0]])`.
         sizes: in bytes for each member.
         repeat: so many calls are timed together, behind one that is not.
 
@@ -148,9 +149,14 @@ def check_collectives(
 
     Raises:
         AssertionError: a collective gives a member something else than it should; the text names both.
-        UsageError: the group has one member, or a size is too small.
+        UsageError: the group is of a mesh or has one member, or a size is too small.
     """
     found = dr.new_group() if group is None else group
+    if not isinstance(found, ProcessGroup):
+        raise UsageError(
+            f"check_collectives takes a group of dr.new_group(places), got {type(found).__name__}. For a "
+            "line of a mesh, name its members: dr.new_group([mesh.places[k] for k in layout.groups(mode)[0]])"
+        )
     members = found.size()
     if members < 2:
         raise UsageError("collectives need two members at least: this group has one")

@@ -28,8 +28,8 @@ from .sampling import Stay
 MASTER = 1
 # The kinds of slices.
 PYTHON, SEND, READ, ANSWER = "python", "send", "read", "answer"
-OPERATOR, FUNCTION, REPLAY, UPLOAD, HELD, JOINT, KERNEL = (
-    "operator function program upload wait collective kernel".split()
+OPERATOR, FUNCTION, REPLAY, UPLOAD, HELD, JOINT, KERNEL, RANGE = (
+    "operator function program upload wait collective kernel range".split()
 )
 # A mark of something that takes no time is so many nanoseconds wide, so that an arrow finds it.
 _MARK = 1000
@@ -38,6 +38,8 @@ _FEW = 3
 # These instructions wait for something.
 _WAITS = ("a wait for another stream", "a wait for another node")
 _CALL = "python::"
+# So begin the names of the instructions of `dr.nvtx`. What the user calls the range follows.
+_PUSH, _POP, _MOMENT = (f"distruntime::{name} " for name in ("range_push", "range_pop", "mark"))
 
 
 def pid_of(node: int) -> int:
@@ -146,6 +148,7 @@ class Drawing:
         reader, ran = events.thread(pid, "reader"), dict[int, Ran]()
         for thread, rows in _in_order(brought.threads):
             tid = reader if thread.kind == "reader" else events.thread(pid, thread.name)
+            rows = self._ranges(pid, tid, rows, clock, logs)
             for row in rows:
                 if thread.kind == "kernels":
                     self._kernel(pid, tid, row, clock, brought, logs)
@@ -163,6 +166,41 @@ class Drawing:
             seq = sent.numbers.get(node.index)
             if seq is not None:
                 self._way(sent, node, seq, arrived.get(seq), ran, (pid, reader, replies), recording)
+
+    def _ranges(
+        self, pid: int, tid: int, rows: list[Row], clock: Clock, logs: Mapping[int, tuple[Log, Lines]]
+    ) -> list[Row]:
+        """Draw a thread's ranges. Return the rows that are none."""
+        rest, opened = list[Row](), list[Row]()
+
+        def draw(row: Row, began: int, ended: int) -> None:
+            log = logs.get(row.mesh)
+            args = {**self._texts.of(None if log is None else log[1].at(row.position))}
+            name = row.step.name.partition(" ")[2]
+            if ended >= 0:
+                self._events.slice(pid, tid, name, RANGE, began, ended, args)
+
+        for row in rows:
+            if row.step.name.startswith(_PUSH):
+                opened.append(row)
+            elif row.step.name.startswith(_MOMENT):
+                draw(row, *self._times(row, clock))
+            elif row.step.name.startswith(_POP):
+                ended, name = self._times(row, clock)[1], row.step.name.removeprefix(_POP)
+                known = any(one.step.name == _PUSH + name for one in opened)
+                # It began before the trace, or its begin was dropped with what was cancelled.
+                if not opened:
+                    draw(row, 0, ended)
+                # The ends of those inside it were dropped.
+                while known:
+                    innermost = opened.pop()
+                    draw(innermost, self._times(innermost, clock)[0], ended)
+                    known = innermost.step.name != _PUSH + name
+            else:
+                rest.append(row)
+        for row in opened:
+            draw(row, self._times(row, clock)[0], self._ended - self._began)
+        return rest
 
     def _way(
         self,

@@ -26,6 +26,16 @@ def refused(code: Callable[[], object], text: str, kind: type[dr.DistruntimeErro
     assert str(caught.value) == text
 
 
+@pytest.mark.parametrize("name", ["mpi", "tcp"])
+def test_a_channel_between_workers_is_no_backend(name: str) -> None:
+    refused(
+        lambda: dr.init_master_worker(backend=name),
+        f"backend='{name}' names a channel between workers; the command channel is always ZeroMQ: use "
+        f"backend=\"zmq\", data_channel='{name}'",
+        dr.ConfigurationError,
+    )
+
+
 @pytest.mark.parametrize("option", ["workers", "listen"])
 def test_an_address_without_a_port(option: str) -> None:
     address = "tcp://127.0.0.1"

@@ -195,9 +195,11 @@ def test_what_would_be_a_lie_raises_and_what_pretends_is_listed() -> None:
         torch.zeros(2, device="cuda:1")
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
         torch.ones(2).cuda(3)
-    torch.cuda.nvtx.range_push("step")
-    torch.cuda.nvtx.range_pop()
-    assert dr.takeover()["torch.cuda.nvtx.range_push"] == 1
+    with torch.cuda.nvtx.range("step"):
+        assert (torch.cuda.nvtx.range_push("forward"), torch.cuda.nvtx.range_pop()) == (1, 1)
+    torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start("anywhere"))
+    taken = dr.takeover()
+    assert taken["torch.cuda.nvtx.range_start"] == 1 and "torch.cuda.nvtx.range_push" not in taken
 
 
 # torch's own, and they ask nothing of a device: errors, modules, flags, and storages, which cannot be made.

@@ -47,6 +47,13 @@ def test_what_cannot_be_tried(fresh_session: Any) -> None:
         check_collectives(sizes=(4,))
     with pytest.raises(dr.UsageError, match="this group has one"):
         check_collectives(dr.new_group([1]))
+    mesh = dr.init_device_mesh("cpu", dr.Layout([("data", 2)]))
+    wrong: Any = mesh.get_group("data")
+    with pytest.raises(
+        dr.UsageError, match=r"got MeshGroup. For a line of a mesh, name its members: dr.new_group"
+    ):
+        check_collectives(wrong)
+    assert check_collectives(dr.new_group([mesh.places[k] for k in (0, 1)]), sizes=(64,), repeat=1)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

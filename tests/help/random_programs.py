@@ -2122,6 +2122,107 @@ class Tracing(Base):
             self.differs(f"the snapshot of node {node} has segments of {whole} bytes, blocks of {held}")
 
 
+class Watching(Base):
+    """Optimizers with shares of their state, and the tools that look at a model: NaN, time, ranges."""
+
+    _ranges = 0
+
+    def small(self, shape: Sequence[int]) -> torch.Tensor:
+        """Return small whole numbers: what few steps make of them is exact."""
+        count = math.prod(shape)
+        drawn = [float(self.random.randrange(-8, 9)) for _ in range(count)]
+        return torch.tensor(drawn).reshape(tuple(shape))
+
+    @operation(0.4)
+    def steps_with_shares_of_the_state(self) -> None:
+        number = self.random.randrange(len(self.world.meshes))
+        mesh = self.world.meshes[number]
+        sharing = mesh if len(mesh.shape) == 1 or self.chance(0.5) else mesh[self.random.choice(("dp", "tp"))]
+        shapes = self.random.choices(((5,), (1,), (3, 2), (LENGTH,)), k=self.random.randrange(1, 4))
+        reduce = self.random.choice((None, "sum"))
+        options = {"lr": 0.5, "momentum": self.random.choice((0.0, 0.5))}
+        self.say(f"mesh {number}", sharing, reduce, options, *shapes)
+        weights = [self.small(shape) for shape in shapes]
+        twins = [weight.clone().requires_grad_() for weight in weights]
+        with self.where_mesh(number):
+            there = [
+                dr.from_shards([weight.clone() for _ in mesh.places], mesh).requires_grad_()
+                for weight in weights
+            ]
+            optimizer = dr.ShardedOptimizer(there, torch.optim.SGD, sharing, reduce=reduce, **options)
+        twin = torch.optim.SGD(twins, **options)
+        for _ in range(self.random.randrange(1, 4)):
+            for p, own in zip(there, twins):
+                grads = [self.small(own.shape) for _ in mesh.places]
+                if reduce is None:
+                    grads = grads[:1] * len(grads)
+                own.grad = torch.stack(grads).sum(0) if reduce == "sum" else grads[0].clone()
+                with self.where_mesh(number):
+                    p.grad = dr.from_shards([grad.clone() for grad in grads], mesh)
+            with self.where_mesh(number):
+                optimizer.step()
+            twin.step()
+        for p, own in zip(there, twins):
+            copies = [own.detach().clone() for _ in mesh.places]
+            self.keep_whole(number, p.detach(), copies, [Memory() for _ in copies])
+
+    @operation(0.4)
+    def watch_for_nan(self) -> None:
+        a = self.any(dtype=torch.float32, healthy=True)
+        names = self.random.choices(("log", "sqrt", "neg", "exp", "reciprocal", "sin"), k=4)
+        self.say(a, *names)
+        first, y = "", a.local
+        for name in names:
+            y = getattr(torch, name)(y)
+            first = first or (name if y.isnan().any() else "")
+        text = ""
+        try:
+            with dr.detect_nan(), self.where(a.place):
+                x = a.remote
+                for name in names:
+                    x = getattr(torch, name)(x)
+        except dr.NonFiniteError as error:
+            text = str(error)
+        expected = f"aten.{first}.default was the first to give NaN" if first else ""
+        if not text.startswith(expected) or bool(text) != bool(first):
+            self.differs(f"detect_nan says {text[:200]!r}, expected {expected!r}")
+
+    @operation(0.3)
+    def profile_a_model(self) -> None:
+        a, backward = self.any(dtype=torch.float32, healthy=True), self.chance(0.5)
+        self.say(a, backward)
+        with self.where(a.place):
+            model = torch.nn.Sequential(Times(torch.ones(1)), Times(torch.ones(1))).to(a.place)
+            found = dr.profile_model(model, a.remote, backward=backward)
+        rows = [(one.name, one.place, one.calls, one.forward >= 0, one.backward is None) for one in found]
+        if rows != [(name, a.place, 1, True, not backward) for name in ("", "0", "1")]:
+            self.differs(f"profile_model says {rows}")
+
+    @operation(0.8)
+    def begin_a_range(self) -> None:
+        name = self.random.choice(("forward", "backward", f"step {self.random.randrange(9)}"))
+        with self.where(self.place()):
+            dr.nvtx.range_push(name)
+        self._ranges += 1
+
+    @operation(0.8)
+    def end_a_range(self) -> None:
+        if self._ranges:
+            self._ranges -= 1
+            if dr.nvtx.range_pop() != self._ranges:
+                self.differs(f"range_pop was not at depth {self._ranges}")
+
+    @operation(0.3)
+    def name_a_moment(self) -> None:
+        with self.where(self.place()):
+            dr.nvtx.mark("now")
+
+    def end_ranges(self) -> None:
+        """End what this thread has open, whether the program went wrong or not."""
+        while self._ranges:
+            self.end_a_range()
+
+
 def wrong_with(trace: Any) -> str:
     """Return what is wrong with a trace that is over, or nothing. Its file goes."""
     share = sum(cause.share for cause in dr.why_slow(trace).causes)
@@ -2147,6 +2248,7 @@ class Program(
     Stored,
     Living,
     Tracing,
+    Watching,
 ):
     """One random program. `only` runs these of its operations and leaves out the others; after `run`, see
     `wrong`.
@@ -2173,6 +2275,8 @@ class Program(
         except Exception as error:
             last = "".join(traceback.format_exception(error, limit=-6))
             self.differs(f"raised {type(error).__name__}: {str(error)[:600]}\n{last}")
+        finally:
+            self.end_ranges()
 
     def weights(self) -> dict[str, float]:
         """Return this program's weight of each operation.

@@ -112,6 +112,19 @@ def test_plans(mesh: dr.DeviceMesh, name: str) -> None:
     check(mesh, parallel(mesh, build, plan), x)
 
 
+@pytest.mark.parametrize("name", ["columns, rows", "columns, gathered"])
+def test_the_gradient_of_the_input(mesh: dr.DeviceMesh, name: str) -> None:
+    """A column-parallel layer whose backward sums nothing over the members gives each of them a part."""
+    build, plan, x = PLANS[name]
+    model, serial = parallel(mesh, build, plan)
+    given, here = x.to(mesh.device).requires_grad_(), x.clone().requires_grad_()
+    model(given).square().mean().backward()
+    serial(here).square().mean().backward()
+    assert given.grad is not None and here.grad is not None
+    for shard in dr.shards(given.grad):
+        torch.testing.assert_close(shard, here.grad)
+
+
 def test_prepared_inputs_and_outputs(two_workers: None) -> None:
     mesh = make("2x2")
     plan = {

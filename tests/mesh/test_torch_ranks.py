@@ -89,6 +89,18 @@ def test_a_barrier_needs_no_rank(mesh: dr.DeviceMesh) -> None:
     assert dist.barrier(async_op=True).wait()
 
 
+def test_what_would_wait_for_other_ranks_is_refused(mesh: dr.DeviceMesh) -> None:
+    """A group of gloo's blocked for good in its constructor."""
+    for make in (
+        lambda: dist.new_group([0, 1], backend="gloo"),
+        lambda: dist.device_mesh.init_device_mesh("remote", (4,), backend_override={0: "gloo"}),
+    ):
+        with pytest.raises(dr.NotSupportedError, match=r"wait for its other ranks.*dr.new_group\(places, "):
+            make()
+    with pytest.raises(dr.NotSupportedError, match=r"names who is late"):
+        dist.monitored_barrier(mesh.get_group("data"))
+
+
 def test_groups_of_a_layouts_other_modes(mesh: dr.DeviceMesh) -> None:
     group = mesh.get_group("model")
     assert group is mesh.get_group("model") and group.size() == 2

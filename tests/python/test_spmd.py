@@ -226,6 +226,23 @@ def test_zero_redundancy_sampler_and_checkpoint(mesh: dr.DeviceMesh, tmp_path: P
     assert dr.fetch(sampled) == [[*range(0, 10, 2)], [*range(1, 10, 2)]]
 
 
+def test_stores_are_torchs_own(mesh: dr.DeviceMesh, tmp_path: Path) -> None:
+    path = str(tmp_path / "store")
+
+    @dr.spmd(mesh)
+    def meet(x: torch.Tensor) -> list[str]:
+        mine, other = dist.get_rank(), 1 - dist.get_rank()
+        found = []
+        for store in (dist.distributed_c10d._get_default_store(), dist.FileStore(path, 2)):
+            named = dist.PrefixStore("met", store)
+            named.set(f"{mine}", f"rank {mine}")
+            # This waits until the other rank has set it.
+            found.append(named.get(f"{other}").decode())
+        return found
+
+    assert dr.fetch(meet(dr.from_shards(ranks(mesh), mesh))) == [["rank 1"] * 2, ["rank 0"] * 2]
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_fsdp_is_a_serial_run(mesh: dr.DeviceMesh, version: int) -> None:
     @dr.spmd(mesh)

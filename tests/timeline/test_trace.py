@@ -201,6 +201,8 @@ def test_a_program_is_one_slice_with_its_name(traced: Callable[..., Read]) -> No
     for _ in range(4):
         step(x)
     assert "replay" in repr(step)
+    # What still ran would be in the trace, too.
+    dr.synchronize()
 
     def work() -> None:
         for _ in range(5):

@@ -18,6 +18,7 @@ from distruntime.errors import UsageError
 
 from ..machine import accelerator, random_states
 from ..machine.figures import device_properties, empty_cache, memory_figures, reset_peak
+from ..machine.ranges import mark, range_pop, range_push
 from ..machine.settings import configure, settings
 from .step import Operator
 from .streams import elapsed_time
@@ -210,7 +211,10 @@ FUNCTIONS: dict[str, Operator] = {
     "distruntime::device_properties": device_properties,
     "distruntime::elapsed_time": elapsed_time,
     "distruntime::empty_cache": empty_cache,
+    "distruntime::mark": mark,
     "distruntime::memory_figures": memory_figures,
+    "distruntime::range_pop": range_pop,
+    "distruntime::range_push": range_push,
     "distruntime::reset_peak": reset_peak,
     "distruntime::settings": settings,
     SEED: manual_seed,

@@ -15,7 +15,6 @@ import torch
 import torch.distributed.tensor
 import torch.distributed.tensor.parallel.loss
 from torch._decomp import decomposition_table
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as _compute_local_shape
 
 from ..tensors.uneven import UnevenTensor
 from .each_member import home_of
@@ -224,5 +223,6 @@ def _select_backward(func: Any, grad: Any, sizes: Sequence[int], dim: int, index
     mesh, dim = grad.device_mesh, dim % len(sizes)
     layout = _cut_beside(grad.placements)
     moved = [_tensor.Shard(p.dim + (p.dim >= dim)) if p.is_shard() else p for p in layout]
-    own, _ = _compute_local_shape(torch.Size(sizes), mesh, moved)
-    return _as_dtensor(func(_local(grad, layout), own, dim, index), mesh, moved)
+    local = _local(grad, layout)
+    own = [*local.shape[:dim], sizes[dim], *local.shape[dim:]]
+    return _as_dtensor(func(local, own, dim, index), mesh, moved)

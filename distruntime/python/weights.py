@@ -132,7 +132,7 @@ def _on_mesh(
     # All members read before the first is waited for.
     members = _all(parts)
     joined: dict[str, torch.Tensor] = {}
-    for name, shards in _by_name(members):
+    for name, shards in _by_name(members, laid):
         whole = together(shards, home)
         if name in laid:
             whole = as_dtensor(whole, mesh, *laid[name])
@@ -151,7 +151,9 @@ def _all(parts: Sequence[Callable[[], object]]) -> list[object]:
         raise
 
 
-def _by_name(members: Sequence[object]) -> list[tuple[str, list[DistributedTensor]]]:
+def _by_name(
+    members: Sequence[object], laid: Mapping[str, object]
+) -> list[tuple[str, list[DistributedTensor]]]:
     found = []
     first = members[0]
     assert isinstance(first, dict)
@@ -159,7 +161,12 @@ def _by_name(members: Sequence[object]) -> list[tuple[str, list[DistributedTenso
         shards = []
         for k, member in enumerate(members):
             shard = member.get(name) if isinstance(member, dict) else None
-            if not isinstance(shard, DistributedTensor) or shard._handle.spec != first[name]._handle.spec:
+            alike = isinstance(shard, DistributedTensor) and (
+                (shard.dtype, shard.ndim) == (first[name].dtype, first[name].ndim)
+                # What is cut may have other sizes at some members.
+                and (name in laid or shard.shape == first[name].shape)
+            )
+            if not isinstance(shard, DistributedTensor) or not alike:
                 raise UsageError(
                     f"the members of the mesh have other weights: {name!r} of member 0 and that of member "
                     f"{k} differ. The same files have to lie at each member's node: dr.push(path, node)"

@@ -130,7 +130,6 @@ def test_what_is_not_there_is_named(session: object, module: Tied, tmp_path: Pat
         (dr.UsageError, "a.safetensors", {"placements": [Shard(0)]}, "say at which, node="),
         (dr.UsageError, "a.safetensors", {"node": 1, "placements": [Shard(0)]}, "expected node=mesh"),
         (dr.UsageError, "a.safetensors", {"node": mesh, "placements": [Shard(1)]}, "one of its dimensions"),
-        (dr.NotSupportedError, "a.safetensors", {"node": mesh, "placements": [Shard(0)]}, "different sizes"),
         (dr.PlacementError, "a.safetensors", {"node": "one"}, "expected the number of a node"),
         (Exception, "module.pt", {"node": 1}, "(?s)[Ww]eights.only"),
     ]

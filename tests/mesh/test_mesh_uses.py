@@ -339,7 +339,7 @@ def test_the_page_shows_what_happens(
     page = (Path(__file__).parents[2] / "docs" / "meshes.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
     shown = re.findall(r"```python\n(.*?)```\n```text\n(.*?)```", page, flags=re.S)
-    assert len(shown) == page.count("```python") == 7
+    assert len(shown) == page.count("```python") == 8
     for code, text in shown:
         exec(code, names)
         assert capsys.readouterr().out == text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -62,9 +63,9 @@ class Experts(nn.Module):
                 "dr.Experts takes all experts and a mesh, dr.Experts(experts, "
                 f'dr.init_device_mesh("cpu", layout.with_experts(ep=2))); got {type(mesh).__name__}'
             )
-        self._along: Lines = mesh.lines(ep)
+        self.along: Lines = mesh.lines(ep)
         self._replicas: Lines | None = None if dp is None else mesh.lines(dp)
-        self._mesh, members = mesh, self._along.size
+        self._mesh, members = mesh, self.along.size
         if not experts or len(experts) % members:
             raise ConfigurationError(
                 f"{len(experts)} experts among {members} members: each has as many of them, so give a "
@@ -118,7 +119,7 @@ class Experts(nn.Module):
         capacity = len(tokens) if self.capacity is None else min(self.capacity, len(tokens))
         slots, fits = self._slots(to, capacity)
         given = tokens.repeat(k, 1) * fits
-        all_slots = self._along.size * self._count * capacity
+        all_slots = self.along.size * self._count * capacity
         sent = tokens.new_zeros(all_slots, tokens.shape[1]).index_add(0, slots, given)
         returned = self._there_and_back(sent, capacity)
         made = returned.index_select(0, slots) * fits
@@ -129,7 +130,7 @@ class Experts(nn.Module):
 
     def _slots(self, to: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where each token stands among those that are sent, and whether there is room for it."""
-        every = torch.arange(self._along.size * self._count, device=to.device)
+        every = torch.arange(self.along.size * self._count, device=to.device)
         mine = to.unsqueeze(1) == every
         before = mine.cumsum(0).sub(1).mul(mine).sum(1)
         # What does not fit adds zero to some other token's row.
@@ -137,14 +138,14 @@ class Experts(nn.Module):
 
     def _there_and_back(self, rows: torch.Tensor, capacity: int) -> torch.Tensor:
         """Return what the experts make of rows, which are sorted by expert."""
-        size, count = self._along.size, self._count
+        size, count = self.along.size, self._count
         here = self._exchanged(rows).unflatten(0, (size, count, capacity)).transpose(0, 1).flatten(1, 2)
         made = torch.stack([expert(here[k]) for k, expert in enumerate(self.experts)])
         return self._exchanged(made.unflatten(1, (size, capacity)).transpose(0, 1).flatten(0, 2))
 
     def _exchanged(self, rows: torch.Tensor) -> torch.Tensor:
-        each = [len(rows) // self._along.size] * self._along.size
-        return lines.all_to_all(self._along, rows.contiguous(), each, each)
+        each = [len(rows) // self.along.size] * self.along.size
+        return lines.all_to_all(self.along, rows.contiguous(), each, each)
 
     @without_our_frames
     @torch.no_grad()
@@ -159,11 +160,24 @@ class Experts(nn.Module):
                 their own, so that the gradient is that of the mean of their losses.
         """
         replicas = self._replicas
-        by = self._along.size * (1 if replicas is None else replicas.size) if divide_by is None else divide_by
+        by = self.along.size * (1 if replicas is None else replicas.size) if divide_by is None else divide_by
         for p in self.experts.parameters():
             if p.grad is not None:
                 total = p.grad if replicas is None else lines.all_reduce(replicas, p.grad)
                 p.grad.copy_(total / by)
+
+    @without_our_frames
+    @torch.no_grad()
+    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """Return the norm of all experts' gradients, the same number at each member. Return at once.
+
+        Call it behind `reduce_gradients`. torch's `clip_grad_norm_` would clip at each member by the norm of
+        its own experts, and what all members hold alike would differ then.
+        """
+        own = [p.grad for p in self.experts.parameters() if p.grad is not None]
+        if not own:
+            return torch.zeros((), device=self._mesh.device)
+        return over_members(self.along, torch.nn.utils.get_total_norm(own, norm_type), norm_type)
 
     def _take(self, every: dict[str, torch.Tensor]) -> None:
         """Write each expert's tensors where it is."""
@@ -171,12 +185,19 @@ class Experts(nn.Module):
             k, rest = name.split(".", 1)
             shards = [
                 every[f"{rank * self._count + int(k)}.{rest}"].to(t.dtype)
-                for _, rank in sorted((m, r) for row in self._along.rows for r, m in enumerate(row))
+                for _, rank in sorted((m, r) for row in self.along.rows for r, m in enumerate(row))
             ]
             t.copy_(from_shards([_at(s, p) for s, p in zip(shards, self._mesh.places)], self._mesh))
 
     def extra_repr(self) -> str:
-        return f"{self._along.size * self._count} experts, {self._count} at each member"
+        return f"{self.along.size * self._count} experts, {self._count} at each member"
+
+
+def over_members(along: Lines, norm: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Return the norm of what all members of a line have: each knows its own norm. Return at once."""
+    if norm_type == math.inf:
+        return lines.all_reduce(along, norm, "max")
+    return lines.all_reduce(along, norm**norm_type) ** (1 / norm_type)
 
 
 def _at(t: torch.Tensor, place: Any) -> torch.Tensor:
@@ -200,7 +221,7 @@ def _all_experts(module: Any, state: dict[str, torch.Tensor], prefix: str, metad
     """Put all experts into a state, where the experts of a member are."""
     head = f"{prefix}experts."
     own = {name[len(head) :]: state.pop(name) for name in [*state] if name.startswith(head)}
-    for rank, member in enumerate(module._along.rows[0]):
+    for rank, member in enumerate(module.along.rows[0]):
         for name, t in own.items():
             k, rest = name.split(".", 1)
             state[f"{prefix}{rank * module._count + int(k)}.{rest}"] = t.member(member)  # type: ignore[attr-defined]
@@ -213,7 +234,7 @@ def _own_experts(
     wanted = {
         f"{rank * module._count + int(name.split('.', 1)[0])}.{name.split('.', 1)[1]}"
         for name in module.experts.state_dict()
-        for rank in range(module._along.size)
+        for rank in range(module.along.size)
     }
     # torch says which names are missing.
     if all(prefix + name in state for name in wanted):

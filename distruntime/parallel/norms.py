@@ -8,16 +8,18 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..mesh.line_groups import Lines
+from .experts import Experts, over_members
 from .stage import Stage
 
 
 def clip(
-    stages: Sequence[Sequence[torch.Tensor]], homes: Sequence[Stage], max_norm: float, norm_type: float
+    stages: Sequence[torch.nn.Module], homes: Sequence[Stage], max_norm: float, norm_type: float
 ) -> torch.Tensor:
     """Scale stages' gradients so that their common norm is at most `max_norm`. Return the norm before."""
-    gradients = [[p.grad for p in stage if p.grad is not None] for stage in stages]
+    gradients = [[p.grad for p in stage.parameters() if p.grad is not None] for stage in stages]
     with torch.no_grad():
-        norms = [_norm(of_stage, norm_type) for of_stage in gradients if of_stage]
+        norms = [_norm(stage, norm_type) for stage, of_stage in zip(stages, gradients) if of_stage]
         if not norms:
             return torch.zeros((), device=homes[0].device)
         total = _combined([_at(norm, homes[0]) for norm in norms], norm_type)
@@ -30,17 +32,26 @@ def clip(
     return total
 
 
-def _norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+def _norm(stage: torch.nn.Module, norm_type: float) -> torch.Tensor:
     """Return the norm of one stage's gradients, where the stage is.
 
-    torch computes it for plain tensors, and for DTensors of one mesh.
+    torch computes it for plain tensors, and for DTensors of one mesh. Members have experts of their own.
     """
+    along = {
+        id(p): module.along
+        for module in stage.modules()
+        if isinstance(module, Experts)
+        for p in module.parameters()
+    }
     kinds: dict[Any, list[torch.Tensor]] = {}
-    for g in gradients:
-        kinds.setdefault(g.device_mesh if isinstance(g, DTensor) else None, []).append(g)
+    for p in stage.parameters():
+        if (g := p.grad) is not None:
+            kinds.setdefault(g.device_mesh if isinstance(g, DTensor) else along.get(id(p)), []).append(g)
     found = []
-    for alike in kinds.values():
+    for kind, alike in kinds.items():
         norm = torch.nn.utils.get_total_norm(alike, norm_type)
+        if isinstance(kind, Lines):
+            norm = over_members(kind, norm, norm_type)
         found.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     return _combined(found, norm_type)
 

@@ -224,7 +224,7 @@ class Pipeline:
         Returns the norm before, a number where the first stage is. It takes plain tensors and DTensors of
         several meshes, where `torch.nn.utils.clip_grad_norm_` takes those of one.
         """
-        return clip([list(stage.parameters()) for stage in self.stages], self._stages, max_norm, norm_type)
+        return clip(self.stages, self._stages, max_norm, norm_type)
 
     def __repr__(self) -> str:
         places = list(dict.fromkeys(stage.home.place for stage in self._stages))

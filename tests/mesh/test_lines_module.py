@@ -15,7 +15,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def test_all_has_every_function_of_the_module_and_no_other() -> None:
     own = {name for name, value in vars(dr.lines).items() if inspect.getmodule(value) is dr.lines}
-    assert {name for name in own if not name.startswith("_")} | {"Lines"} == set(dr.lines.__all__)
+    assert {name for name in own if not name.startswith("_")} | {"Lines", "attention"} == set(
+        dr.lines.__all__
+    )
 
 
 @pytest.mark.parametrize("name", dr.lines.__all__)

@@ -181,3 +181,47 @@ def test_what_is_refused(four_gpus: None) -> None:
     x, weights, chosen = (t.detach().to(mesh.device) for t in (x, weights, chosen))
     with pytest.raises(dr.UsageError, match=r"got \(3, 6\), \(3, 2\) and \(3, 1\)"):
         experts(x, weights, chosen[:, :1])
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_by_the_norm_of_all_experts(norm_type: float, four_gpus: None) -> None:
+    """Each member knows the norm of its own experts. Clipped by that, replicas of the router would differ."""
+
+    class Stage(nn.Module):
+        def __init__(self, router: nn.Module, experts: nn.Module) -> None:
+            super().__init__()
+            self.router, self.experts = router, experts
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if isinstance(self.experts, dr.Experts):
+                return self.experts(x, *routed(self.router, x))
+            return serial(self.router, self.experts, x)  # type: ignore[arg-type]
+
+    mesh = dr.init_device_mesh("cuda", (2, 2), mesh_dim_names=("pp", "ep"))
+    own, stages = [], []
+    for k in range(2):
+        part, (router, experts) = mesh.select(pp=k), make()
+        own.append(Stage(router, experts))
+        there = dr.Experts(list(experts), part, ep="ep", dp=None)
+        stages.append(Stage(copy.deepcopy(router).to(part.device), there))
+    x, y = (torch.randn(2, TOKENS, WIDTH, dtype=torch.float64) for _ in "xy")
+    pipe = dr.pipeline(stages, 2, "GPipe", nn.functional.mse_loss)
+    pipe.step(dr.from_shards(list(x), mesh.select(pp=0)), target=dr.from_shards(list(y), mesh.select(pp=1)))
+    nn.functional.mse_loss(nn.Sequential(*own)(x.flatten(0, 1)), y.flatten(0, 1)).backward()
+    for stage in stages:
+        experts = stage.experts
+        assert isinstance(experts, dr.Experts)
+        experts.reduce_gradients()
+        everyone = experts._mesh.lines()
+        for p in stage.router.parameters():
+            p.grad = dr.lines.all_reduce(everyone, p.grad, "avg")  # type: ignore[arg-type]
+    first = torch.nn.utils.get_total_norm([p.grad for p in own[0].experts.parameters()], norm_type)  # type: ignore[misc]
+    found = stages[0].experts.grad_norm(norm_type)  # type: ignore[operator]
+    for mine in dr.shards(found):
+        torch.testing.assert_close(mine, first)
+    wanted = nn.utils.clip_grad_norm_([p for stage in own for p in stage.parameters()], 0.1, norm_type)
+    torch.testing.assert_close(pipe.clip_grad_norm_(0.1, norm_type).cpu(), wanted)
+    for stage, twin in zip(stages, own):
+        for p, q in zip(stage.router.parameters(), twin.router.parameters()):
+            for mine in dr.shards(p.grad):  # type: ignore[arg-type]
+                torch.testing.assert_close(mine, q.grad)

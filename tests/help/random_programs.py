@@ -28,7 +28,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import AsyncIterable, Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -1611,32 +1611,61 @@ class Deriving(Base):
 
     @operation(0.3)
     def pipelined(self) -> None:
-        """A step of a pipeline over some places, with small whole numbers, whose sums are exact."""
-        count = self.random.randrange(1, min(4, len(self.world.places)) + 1)
-        places = self.random.sample(self.world.places, count)
-        parts = self.random.randrange(count, 5)
+        """A step of a pipeline over some places, on streams of theirs."""
+        places = self.random.sample(
+            self.world.places, self.random.randrange(1, min(4, len(self.world.places)) + 1)
+        )
         schedule = self.random.choice(("1F1B", "GPipe", "InterleavedZeroBubble", "LoopedBFS"))
+        found = self._step_of_a_pipeline(places, schedule, [self.where(place) for place in places])
+        for place, (gradient, twin) in zip(places, found):
+            self.keep(place, gradient, twin)
+
+    @operation(0.2)
+    def pipelined_over_meshes(self) -> None:
+        """A step of a pipeline over meshes of as many members, on streams of theirs."""
+        first = self.random.randrange(len(self.world.meshes))
+        size = len(self.world.meshes[first].places)
+        alike = [k for k, mesh in enumerate(self.world.meshes) if len(mesh.places) == size]
+        numbers = [first, *(self.random.choice(alike) for _ in range(self.random.randrange(3)))]
+        meshes = [self.world.meshes[number].device for number in numbers]
+        schedule = self.random.choice(("1F1B", "GPipe"))
+        found = self._step_of_a_pipeline(meshes, schedule, [self.where_mesh(number) for number in numbers])
+        for number, (gradient, twin) in zip(numbers, found):
+            self.keep_whole(
+                number, gradient, [twin.clone() for _ in range(size)], [Memory() for _ in range(size)]
+            )
+
+    def _step_of_a_pipeline(
+        self, homes: Sequence[Any], schedule: str, streams: Sequence[AbstractContextManager[object]]
+    ) -> list[tuple[Any, torch.Tensor]]:
+        """Return the stages' gradients, and their twins. They are sums of small whole numbers, and exact."""
+        parts = self.random.randrange(len(homes), 5)
 
         def small(rows: int) -> torch.Tensor:
             return torch.tensor(
                 [[float(self.random.randrange(-3, 4)) for _ in range(3)] for _ in range(rows)]
             )
 
-        weights, x, y = [small(1) for _ in places], small(2 * parts), small(2 * parts)
-        self.say(schedule, parts, *places)
+        weights, x, y = [small(1) for _ in homes], small(2 * parts), small(2 * parts)
+        self.say(schedule, parts, *homes)
         twins, stages = [Times(w.clone()) for w in weights], [Times(w.clone()) for w in weights]
         (torch.nn.Sequential(*twins)(x) * y).sum().backward()
         pipe = dr.pipeline(
-            [stage.to(place) for stage, place in zip(stages, places)],
+            [stage.to(home) for stage, home in zip(stages, homes)],
             parts,
             schedule,
             lambda output, target: (output * target).sum(),
             scale_grads=False,
         )
-        pipe.step(x, target=y, return_outputs=False)
-        for stage, twin, place in zip(stages, twins, places):
+        with ExitStack() as stack:
+            for stream in streams:
+                stack.enter_context(stream)
+            pipe.step(x, target=y, return_outputs=False)
+        found = []
+        for stage, twin in zip(stages, twins):
             assert twin.weight.grad is not None
-            self.keep(place, stage.weight.grad, twin.weight.grad)
+            found.append((stage.weight.grad, twin.weight.grad))
+        return found
 
     @operation(0.4)
     def gradient_through_members(self) -> None:

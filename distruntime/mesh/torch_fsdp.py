@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -18,7 +19,7 @@ from ..errors import NotSupportedError, UsageError
 from ..log.mesh_log import MeshLog
 from ..log.shards import whole_of
 from ..streams.stream import Event
-from ..tensors.uneven import UnevenTensor, shapes_of
+from ..tensors.uneven import UnevenTensor
 from .each_member import home_of, pick, run_for_each
 from .torch_process_group import BACKEND, MeshGroup, speaking_for
 from .varying import varies, varying
@@ -40,6 +41,7 @@ def prepare() -> None:
     )
     parameter._init_sharded_param = _with_sizes(parameter._init_sharded_param)
     parameter.reset_sharded_param = _padded(parameter.reset_sharded_param)
+    replace("_get_dim0_padded_size", _of_each_size(_fsdp._fsdp_common._get_dim0_padded_size))
     replace("_get_device_from_mesh", _device_of(_fsdp._fsdp_init._get_device_from_mesh))
     replace("_get_post_forward_mesh_info", _of_members(_fsdp._fsdp_init._get_post_forward_mesh_info))
     replace("fully_shard", _of_modules_there(_fsdp.fully_shard))
@@ -108,15 +110,31 @@ def _with_sizes(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def choose(self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
-        local = getattr(param, "_local_tensor", None)
-        if isinstance(local, UnevenTensor):
-            raise NotSupportedError(
-                f"fully_shard cuts {self._module_info.param_name!r} of {tuple(param.shape)} along a second "
-                f"dimension of the mesh, and the first has cut it unevenly ({shapes_of(local._shards)}): "
-                "make its size a multiple of the number of members, or leave it out of one of both"
-            )
         with _Narrowing() if param.is_meta else contextlib.nullcontext():
             init(self, param, *args, **kwargs)
+
+    return choose
+
+
+class _Size(tuple[Any, ...]):
+    """A size that differs from member to member: `torch.Size` counts only in one number."""
+
+    __slots__ = ()
+
+    def numel(self) -> Any:
+        """Return the number of elements, which is each member's."""
+        return math.prod(self)
+
+
+def _of_each_size(padded_size: Callable[..., Any]) -> Callable[..., Any]:
+    """FSDP2 rounds a size up, which may differ where tensor parallelism has cut unevenly."""
+
+    @functools.wraps(padded_size)
+    def choose(size: Any, factor: int) -> Any:
+        if not any(varies(n) for n in size):
+            return padded_size(size, factor)
+        rows = run_for_each(lambda first: padded_size(torch.Size([first]), factor)[0], [size[0]], {})
+        return _Size([rows, *size[1:]])
 
     return choose
 

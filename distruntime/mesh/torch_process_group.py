@@ -223,6 +223,10 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         if is_local(given) and given.dtype in _OBJECTS:
             output.view(-1).copy_(given.reshape(-1).repeat(self.size()))
             return Issued([output])
+        if isinstance(given, UnevenTensor):
+            whole = perform(self.lines, Collective("all_gather"), given.reshape(-1))
+            output.copy_(whole.reshape(output.shape))
+            return Issued([output])
         self._expect(
             "all_gather's output",
             "elements",
@@ -247,6 +251,10 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _reduce_scatter_base(self, output: Any, given: Any, opts: Any) -> Issued:
         by = reduction_named(getattr(opts, "reduceOp", opts))
+        if isinstance(given, UnevenTensor):
+            part = perform(self.lines, Collective("reduce_scatter", by), given.reshape(-1))
+            output.copy_(part.reshape(output.shape))
+            return Issued([output])
         self._expect(
             "reduce_scatter's input",
             "elements",

@@ -100,6 +100,12 @@ class RemoteStorage:
                 f"the memory of a remote tensor ({handle.place.place}) cannot be resized alone; "
                 "resize the tensor: x.resize_(...)"
             )
+        self.resize_shard(size)
+
+    def resize_shard(self, size: int) -> None:
+        """Change the bytes wherever the memory is: as `resize_`, also of one member's shard."""
+        handle = self.tensor._handle
+        node = handle.place.node
         node.require_alive()
         with node.lock:
             number, words = template(

@@ -133,6 +133,10 @@ class UnevenTensor(torch.Tensor):
         found.requires_grad_(self.requires_grad)
         return found
 
+    def untyped_storage(self) -> Any:
+        """Return the members' memories as one, of which FSDP2 frees what it has gathered."""
+        return _Storages([t.untyped_storage() for t in self._shards])
+
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         self._refused("a pickle")
 
@@ -153,6 +157,24 @@ class UnevenTensor(torch.Tensor):
     def item(self) -> NoReturn:
         """Refuse: the shards have more than one number."""
         self._refused("item()")
+
+
+class _Storages:
+    """The memories of an uneven tensor's shards. Sizes are in bytes, each member's own."""
+
+    def __init__(self, storages: list[Any]) -> None:
+        self._storages = storages
+
+    def size(self) -> Any:
+        """Return the size."""
+        return varying_int[0]([storage.size() for storage in self._storages])
+
+    nbytes = size
+
+    def resize_(self, size: Any) -> None:
+        """Give each member's memory its size. Return at once."""
+        for k, storage in enumerate(self._storages):
+            storage.resize_shard(size if isinstance(size, int) else size.node._local_ints[k])
 
 
 class _Member(torch.autograd.Function):

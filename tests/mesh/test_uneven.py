@@ -251,14 +251,25 @@ def test_loss_parallel_over_an_uneven_vocabulary(two_workers: None) -> None:
     same_parameters(model, serial)
 
 
-def test_what_two_dimensions_cut_is_refused_with_its_sizes(two_workers: None) -> None:
+@pytest.mark.parametrize("words", [13, 12, 10])
+def test_fully_shard_over_tensor_parallelism(words: int, two_workers: None, tmp_path: Path) -> None:
     mesh = make("2x2")
-    model = copied(Vocabulary(), mesh)
-    parallelize_module(model, mesh["tp"], {"out": ColwiseParallel(output_layouts=Replicate())})
-    with pytest.raises(
-        dr.NotSupportedError, match=r"'weight' of \(13, 8\).*member 0: \(7, 8\), member 1: \(6, 8\).*multiple"
-    ):
-        fully_shard(model, mesh=mesh["dp"])
+    serial = Vocabulary(words)
+    model = copied(serial, mesh)
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "out": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["dp"])
+    ids = IDS.clamp(max=words - 1)
+    steps(serial, ids)
+    steps(model, ids.to(mesh.device))
+    same_parameters(model, serial)
+    dr.save(model.state_dict(), tmp_path / "saved")
+    found = dr.load(tmp_path / "saved", place=make("4"))
+    for name, value in serial.state_dict().items():
+        same(found[name], value)
 
 
 def test_a_program_of_a_step(two_workers: None) -> None:

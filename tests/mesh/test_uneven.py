@@ -98,7 +98,9 @@ def test_operators_and_their_gradients(name: str, dim: int, mesh: dr.DeviceMesh)
     there = distribute_tensor(X, mesh, placements).requires_grad_()
     found, wanted = call(there), call(here)
     same(found, wanted)
-    if wanted.is_floating_point():
+    # Before torch 2.13 DTensor cannot turn a tensor round, as the gradient of a running sum needs it.
+    turns = name == "cumsum" and torch.__version__ < "2.13"
+    if wanted.is_floating_point() and not turns:
         wanted.square().sum().backward()
         found.square().sum().backward()
         assert there.grad is not None and here.grad is not None

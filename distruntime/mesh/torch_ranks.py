@@ -78,12 +78,12 @@ def _refuse_shares(module: ModuleType) -> None:
         self: Any, params: Any, optimizer_class: Any, process_group: Any = None, *args: Any, **kwargs: Any
     ) -> None:
         if mesh_group(process_group) is not None:
+            name = getattr(optimizer_class, "__name__", "torch.optim.AdamW")
             raise NotSupportedError(
                 "ZeroRedundancyOptimizer would update the parameters of rank 0 and leave out those of all "
                 "other ranks: this process has no rank, since it speaks for all members. "
-                "fully_shard(model, mesh=mesh, reshard_after_forward=False) cuts the optimizer's state too. "
-                "Without cutting it, use the optimizer itself: "
-                f"{getattr(optimizer_class, '__name__', 'torch.optim.AdamW')}(model.parameters())"
+                f"dr.ShardedOptimizer(model.parameters(), {name}, mesh) keeps a share of the state at each "
+                f"member. Without shares, use the optimizer itself: {name}(model.parameters())"
             )
         init(self, params, optimizer_class, process_group, *args, **kwargs)
 

@@ -10,7 +10,10 @@ from torch import nn
 
 import distruntime as dr
 
-SAID = r'dr.init_device_mesh\("cpu", \(2,\)\).*DistributedDataParallel.*dr.from_shards'
+SAID = (
+    r'dr.init_device_mesh\("cpu", \(2,\)\).*dr.DataParallel\(model, mesh\)'
+    ".*DistributedDataParallel.*dr.from_shards"
+)
 
 
 @pytest.fixture(scope="module")

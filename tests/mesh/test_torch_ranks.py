@@ -51,7 +51,9 @@ def test_an_optimizer_of_one_ranks_parameters_is_refused(mesh: dr.DeviceMesh) ->
     """It updated the first rank's parameters, and left those of the others as they were."""
     optimizers, model = importlib.import_module("torch.distributed.optim"), nn.Linear(2, 2).to(mesh.device)
     for group in (mesh.get_group("data"), None):
-        with pytest.raises(dr.NotSupportedError, match=r"fully_shard\(model.*SGD\(model.parameters\(\)\)"):
+        with pytest.raises(
+            dr.NotSupportedError, match=r"dr.ShardedOptimizer\(.*, SGD, mesh\).*SGD\(model.parameters\(\)\)"
+        ):
             optimizers.ZeroRedundancyOptimizer(
                 model.parameters(), optimizer_class=torch.optim.SGD, process_group=group, lr=1.0
             )

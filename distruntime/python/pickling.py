@@ -57,7 +57,7 @@ _PACKAGE = f"{__name__.partition('.')[0]}."
 _SENT = f"{__name__.rpartition('.')[0]}.sent_"
 # The modules that were looked at, and whether they travel with their bodies.
 _seen: dict[str, bool] = {}
-# Cloudpickle's registry is one for the process.
+# Cloudpickle's registry is one for the process, and so is what is known of its modules. Threads take turns.
 _registering = threading.RLock()
 # Packages that are on all workers by now, and so travel by their names.
 _shipped: set[str] = set()
@@ -76,10 +76,11 @@ def is_own(module: ModuleType) -> bool:
 
 def send_by_name(package: str) -> None:
     """Have what is in a package travel by its name from now on: every worker has the package."""
-    _shipped.add(package)
-    for name in _seen:
-        if name.partition(".")[0] == package:
-            _seen[name] = False
+    with _registering:
+        _shipped.add(package)
+        for name in _seen:
+            if name.partition(".")[0] == package:
+                _seen[name] = False
 
 
 @contextmanager
@@ -88,11 +89,11 @@ def own_by_value() -> Iterator[None]:
 
     What else is pickled in this process, by the user or by a data channel, is pickled as before.
     """
-    for name, module in list(sys.modules.items()):
-        if name not in _seen and isinstance(module, ModuleType):
-            own = is_own(module) and name != "__main__" and name.partition(".")[0] not in _shipped
-            _seen[name] = (own or name.startswith(_SENT)) and module.__name__ == name
     with _registering:
+        for name, module in list(sys.modules.items()):
+            if name not in _seen and isinstance(module, ModuleType):
+                own = is_own(module) and name != "__main__" and name.partition(".")[0] not in _shipped
+                _seen[name] = (own or name.startswith(_SENT)) and module.__name__ == name
         known = cloudpickle.list_registry_pickle_by_value()
         taken = [sys.modules[name] for name, own in _seen.items() if own and name in sys.modules]
         taken = [module for module in taken if module.__name__ not in known]

@@ -1058,6 +1058,8 @@ class Layering(Base):
             "stride": self.random.randint(1, 3),
             "padding": padding,
             "padding_mode": self.random.choice(["zeros", "reflect", "replicate", "circular"]),
+            # Another thread may have set another default.
+            "dtype": torch.float32,
         }
         # A value may have NaN and infinity, which spread in a convolution as its kernel pleases.
         small = [

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import load, save
 
 import distruntime as dr
 from distruntime.python import shipping
+from distruntime.python.pickling import own_by_value
 
 _names = count()
 
@@ -172,3 +174,29 @@ def test_a_node_with_another_python_is_compared(session: Any, monkeypatch: pytes
     assert found.versions["python"][2] == "3.99.1" and "python" in found.differences
     assert len(set(found.versions["torch"])) == 1
     assert len(set(found.versions["numpy"])) == 1 and len(set(found.versions["typing-extensions"])) == 1
+
+
+def test_threads_send_functions_while_others_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong: list[str] = []
+
+    def run(thread: int) -> None:
+        for k in range(60):
+            name = f"_imported_{thread}_{k}"
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+            try:
+                with own_by_value():
+                    pass
+            except RuntimeError as error:
+                wrong.append(str(error))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=run, args=(k,)) for k in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ..errors import UsageError
+from ..streams.stream import current_stream, has_streams, kept_number, numbered_stream
 from .line_groups import Lines
 from .operation import on_mesh_of, permuted
 
@@ -117,10 +118,12 @@ class _Way(NamedTuple):
 
     def steps(self, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor, list[tuple[_Part, _Part]]]]:
         """Yield the keys and values that a member has in each step, and what meets: queries, and keys."""
-        pair, widths = torch.cat([key, value], -1), [key.shape[-1], value.shape[-1]]
+        following, widths = torch.cat([key, value], -1), [key.shape[-1], value.shape[-1]]
         for step in range(self.lines.size):
-            if step:
-                pair = self.on(pair)
+            pair = following
+            # They travel while their predecessors are met.
+            if step + 1 < self.lines.size:
+                following = self.on(pair)
             keys, values = pair.split(widths, -1)
             yield keys, values, self._meeting(step)
 
@@ -136,9 +139,15 @@ class _Way(NamedTuple):
         return [(_Part((1,)), _Part((0,))), (_Part((0, 1), earlier), _Part((0, 1), earlier))]
 
     def on(self, t: Tensor) -> Tensor:
-        """Return, at each member, what the member before it has."""
-        size = self.lines.size
-        return permuted(self.lines, t.contiguous(), [(rank + 1) % size for rank in range(size)])
+        """Return, at each member, what the member before it has. It travels in a stream of its own."""
+        lines, home = self.lines, on_mesh_of(self.lines, t)._handle.place
+        targets = [(rank + 1) % lines.size for rank in range(lines.size)]
+        if current_stream(home.device).number or not has_streams(lines.mesh_log):
+            return permuted(lines, t.contiguous(), targets)
+        if lines._beside is None:
+            lines._beside = kept_number(home)
+        with numbered_stream(home, lines._beside):
+            return permuted(lines, t.contiguous(), targets)
 
     def products(self, query: Tensor, key: Tensor, own: bool) -> Tensor:
         """Return the scaled products of queries and keys; `own` says that both are of the same positions."""

@@ -32,6 +32,8 @@ class Lines:
     size: int
     rows: list[list[int]]
     groups: list[ProcessGroup]
+    # The number of the stream of what runs along them beside what is computed, once there is one.
+    _beside: int | None = None
 
     def __init__(self, mesh_log: MeshLog, number: int, rows: Sequence[Sequence[int]]) -> None:
         session = session_of_log(mesh_log)

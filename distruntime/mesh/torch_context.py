@@ -26,6 +26,10 @@ _tensor: Any = tensor
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 
+# What says whether attention goes in parts, and how they are cut. Another torch may have moved it.
+_NEEDED = ("_sdpa_handler", "_cp_options")
+
+
 def prepare() -> None:
     """Have `context_parallel` refuse buffers that it could not cut in place."""
     when_imported(_MODULE, _check_buffers)
@@ -39,7 +43,13 @@ def _check_buffers(module: ModuleType) -> None:
 def _of_buffers_there(context_parallel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(context_parallel)
     def choose(mesh: Any, *, buffers: Sequence[torch.Tensor] | None = None, **kwargs: Any) -> Any:
-        home = getattr(mesh, "_home", None)
+        home, module = getattr(mesh, "_home", None), sys.modules.get(_MODULE)
+        if home is not None and not all(hasattr(module, name) for name in _NEEDED):
+            raise NotSupportedError(
+                f"context_parallel of torch {torch.__version__} is not the one that distruntime knows. "
+                "dr.lines.attention(mesh.lines(dim), q, k, v, is_causal=True) is attention over parts of a "
+                "sequence, without it"
+            )
         for t in (buffers or ()) if home is not None else ():
             if home_of(t) is not home:
                 where = getattr(t, "place", t.device)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.distributed.tensor.experimental._context_parallel._attention import (
     _context_parallel_shard,
     _ContextParallel,
@@ -206,7 +207,7 @@ def test_torchs_plan_for_a_module(two_workers: None, balanced: bool, causal: boo
         torch.testing.assert_close(joined(dr.shards(part.grad), balanced), whole.grad)
 
 
-def test_what_context_parallel_refuses(two_workers: None) -> None:
+def test_what_context_parallel_refuses(two_workers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = make("2")
     x = torch.randn(1, 2, 8, 4)
     with pytest.raises(dr.PlacementError, match=r"cuts its buffers in place.*\n?.* is on cpu"):
@@ -216,6 +217,10 @@ def test_what_context_parallel_refuses(two_workers: None) -> None:
     with context_parallel(mesh, buffers=[there], buffer_seq_dims=[2]):
         with pytest.raises(dr.NotSupportedError, match=r"no mask and no dropout, got dropout_p=0\.5"):
             F.scaled_dot_product_attention(there, there, there, dropout_p=0.5, is_causal=True)
+    # A later torch may have moved what decides; each part alone would be a wrong value.
+    with monkeypatch.context() as patch, pytest.raises(dr.NotSupportedError, match="not the one"):
+        patch.delattr(_attention, "_sdpa_handler")
+        context_parallel(mesh, buffers=[there], buffer_seq_dims=[2])
     # Elsewhere torch's own function is as it was.
     torch.testing.assert_close(
         F.scaled_dot_product_attention(there, there, there, is_causal=True).cpu(),

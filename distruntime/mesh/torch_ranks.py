@@ -2,7 +2,7 @@
 
 One process speaks for all members, and torch knows it as rank 0. What computes a rank's share would leave the
 shares of all others out, in silence, so it is refused here. What only asks whether the caller is the source
-goes to the group without that question.
+goes to the group without that question. What one member's number would decide, the numbers of all decide.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed import _functional_collectives, distributed_c10d
 from torch.distributed.algorithms.join import Join
 from torch.utils.data import DistributedSampler
 
 from ..backend.on_import import when_imported
 from ..errors import NotSupportedError, UsageError
+from ..log.mesh_log import MeshLog
 from . import lines
-from .operation import permuted
+from .line_groups import Lines
+from .operation import issue_along, permuted, reduction_named
 from .torch_fsdp import replace
 from .torch_process_group import BACKEND, Issued, MastersRank, MeshGroup, is_on_mesh, lines_named
 
@@ -28,6 +31,7 @@ _c10d: Any = distributed_c10d
 _functional: Any = _functional_collectives
 _Sampler: Any = DistributedSampler
 _Join: Any = Join
+_Scaler: Any = GradScaler
 
 
 def prepare() -> None:
@@ -41,6 +45,7 @@ def prepare() -> None:
     replace("new_group", _of_members(dist.new_group))
     when_imported("torch.distributed.nn.functional", _with_gradients)
     replace("permute_tensor", _permute(_functional.permute_tensor))
+    _Scaler._unscale_grads_ = _of_all_members(_Scaler._unscale_grads_)
     _Join.notify_join_context = staticmethod(_lasting(_Join.notify_join_context))
 
 
@@ -202,6 +207,23 @@ def _permute(permute_tensor: Callable[..., Any]) -> Callable[..., Any]:
                 f"got {targets}"
             )
         return permuted(found, self, targets)
+
+    return choose
+
+
+def _of_all_members(unscale: Callable[..., Any]) -> Callable[..., Any]:
+    """torch reads of the first member whether to skip a step. Another one's gradients may have overflowed."""
+
+    @functools.wraps(unscale)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        found = unscale(*args, **kwargs)
+        for overflows in found.values():
+            log = overflows._handle.place.node if is_on_mesh(overflows) else None
+            if isinstance(log, MeshLog) and len(log.members) > 1:
+                everybody = log.lines_of([[*range(len(log.members))]], Lines)
+                by = reduction_named("max")
+                issue_along(everybody, "all_reduce", [overflows], into=[overflows], reduction=by)
+        return found
 
     return choose
 

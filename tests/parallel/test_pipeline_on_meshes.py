@@ -62,9 +62,8 @@ def test_a_scaler_over_stages_on_meshes(cut: str, four_gpus: None) -> None:
         pipe.step(x.to(parts[0].device), target=y.to(parts[1].device))
         if step == 1:
             gradient = first.grad if cut == "ddp" else stages[0][0].weight.grad  # type: ignore[index]
-            # Replicas under DDP have one gradient.
-            shard = gradient if cut == "ddp" else gradient.to_local().member(1)
-            shard.view(-1)[0] = float("inf")
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local.member(1).view(-1)[0] = float("inf")
         scaler.unscale_(optimizer)
         norm = pipe.clip_grad_norm_(0.1)
         scaler.step(optimizer)

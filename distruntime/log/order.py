@@ -285,8 +285,9 @@ class Order:
         """Append what neither makes nor reads a value: a wait for another node."""
         self.last[stream] = put(self.node, stream, words)
         self.node.line_table.append((self.last[stream], line[1], line[2]))
-        # A tape knows by the thread that sends a word whose it is.
-        if self.node.tapes:
+        # A tape knows by the thread that sends a word whose it is. And work of a mesh that is issued after
+        # this must not overtake it: a log whose turn is over sends at once.
+        if self.node.tapes or not self.node.active:
             self.node.flush()
 
     def fence(self) -> None:

@@ -69,6 +69,20 @@ def test_a_mesh_is_dropped_on_all_its_members(session: object) -> None:
     assert (m + 2).tolist() == [3, 3, 3, 3]
 
 
+def test_a_mesh_does_not_overtake_a_wait_of_a_node(session: object) -> None:
+    """The node has several streams, and what was sent last is the mesh's: its next words went first."""
+    side = dr.Stream(0)
+    mesh = dr.init_device_mesh("cpu", (2,))
+    m = torch.ones(4, device=mesh.device)
+    with dr.stream(side):
+        there(0)
+    m += 0
+    with blocked(dr.default_stream(0)):
+        assert not active_session().nodes[0].words
+        n = m + 1
+    assert n.tolist() == [2, 2, 2, 2]
+
+
 def test_a_collective_is_dropped_and_the_group_works_on(session: object) -> None:
     x, y = there(0), there(1)
     with blocked(dr.default_stream(0)), blocked(dr.default_stream(1)):

@@ -260,7 +260,25 @@ def _joined(found: list[Any], home: Residence | None, name: str, given: Sequence
     if isinstance(first, int) and not isinstance(first, bool):
         return varying(found)
     if isinstance(first, (list, tuple)):
+        counts = [len(items) for items in found]
+        if len(set(counts)) > 1 and name == "aten::split.Tensor":
+            # torch.chunk: a shard without a row has as many parts without a row as the others have parts.
+            found = [
+                items * max(counts) if len(items) == 1 and not items[0].numel() else items for items in found
+            ]
+            counts = [len(items) for items in found]
+        if len(set(counts)) > 1:
+            shown = ", ".join(f"member {k}: {n}" for k, n in enumerate(counts[:8]))
+            raise UsageError(
+                f"{name} returns another number of tensors on each member ({shown}), since the members' "
+                "shards have different shapes: call it for each, x.member(k)"
+            )
         return type(first)(_joined(list(items), home, name, given) for items in zip(*found))
+    if isinstance(first, (bool, float)) and any(value != first for value in found):
+        raise UsageError(
+            f"{name} is {', '.join(map(str, found[:8]))} on the members, and one answer is needed: call it "
+            "for each, x.member(k)"
+        )
     return first
 
 

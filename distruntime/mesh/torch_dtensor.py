@@ -83,6 +83,9 @@ def _prepare() -> None:
     ]
     for owner in owners:
         _wrap_marked(owner)
+    # torch splits what all ranks hold. With a second cut the members' parts have sizes of their own.
+    for placement in (_tensor.Shard, _tensor.placement_types._StridedShard):
+        placement._split_tensor = per_member(placement._split_tensor)
     buffer = _tensor.placement_types.MaskBuffer
     buffer.apply_mask = _masking(buffer.apply_mask)
     handlers = _tensor.DTensor._op_dispatcher._custom_op_handlers

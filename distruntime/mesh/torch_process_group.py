@@ -213,6 +213,19 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Issued:
         """Give each member its part of the root's list."""
         self._expect("scatter's list", "tensors", len(inputs[0]), self.lines.size)
+        if any(isinstance(t, UnevenTensor) for t in inputs[0]):
+            # All members of a line get the root's whole list, and each takes its own.
+            size = self.lines.size
+            lists = perform(
+                self.lines,
+                Collective("broadcast", root=int(opts.rootRank)),
+                torch.stack(inputs[0]).flatten(0, 1),
+            )
+            own = lists.unflatten(0, (size, lists.shape[0] // size)).index_select(
+                0, self.lines.ranks().reshape(1)
+            )
+            outputs[0].copy_(own.squeeze(0))
+            return Issued(outputs)
         whole = torch.cat([on_mesh(t).reshape(-1) for t in inputs[0]])
         issue_along(
             self.lines, "scatter", [on_mesh(whole)], into=[on_mesh(outputs[0])], root=int(opts.rootRank)

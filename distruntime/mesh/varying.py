@@ -38,6 +38,10 @@ class _Varying(_local_tensor.LocalIntNode):
 
     guard_int = int_
 
+    def has_hint(self) -> bool:
+        """Return False: torch's C++ would take a hint for the number."""
+        return False
+
     def __repr__(self) -> str:
         shown = ", ".join(map(str, self._local_ints.values()))
         return f"<by member: {shown}>"
@@ -100,6 +104,19 @@ class _Truth:
         return False
 
     is_float = is_symbolic = is_constant = is_nested_int = is_int
+
+    @property
+    def shape_env(self) -> _Truth:
+        """What torch's `guard_or_false` and `guard_or_true` ask."""
+        return self
+
+    def evaluate_sym_node(self, node: Any, size_oblivious: bool = False, fallback_value: Any = None) -> bool:
+        """Return the answer where it is one, else what the caller takes then."""
+        return bool(fallback_value) if self._answer is None and fallback_value is not None else self.bool_()
+
+    def wrap_bool(self, value: bool) -> _Truth:
+        """Return an answer that is the same for all members, to be put together with this one."""
+        return _Truth(value)
 
     def sym_not(self) -> _Truth:
         opposite = [None if found is None else not found for found in (self._answer, self._general)]

@@ -133,6 +133,18 @@ class UnevenTensor(torch.Tensor):
         found.requires_grad_(self.requires_grad)
         return found
 
+    def data_ptr(self) -> int:
+        """Return a number that tells where the first member's shard begins. It is no address."""
+        return int(self._shards[0].data_ptr())
+
+    def is_contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        """Whether all members' shards are."""
+        return all(t.is_contiguous(memory_format=memory_format) for t in self._shards)
+
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
+        """Return the tensor itself, or a copy where one of the shards is not contiguous. Return at once."""
+        return self if self.is_contiguous(memory_format) else self.clone(memory_format=memory_format)
+
     def untyped_storage(self) -> Any:
         """Return the members' memories as one, of which FSDP2 frees what it has gathered."""
         return _Storages([t.untyped_storage() for t in self._shards])

@@ -114,6 +114,14 @@ def test_a_dimension_that_is_cut_twice(two_workers: None) -> None:
     same(t.redistribute(placements=[Replicate(), Shard(1)]), X)
 
 
+@pytest.mark.parametrize("rows", [9, 3, 1])
+@pytest.mark.parametrize("cuts", [[Shard(0), Shard(0)], [Shard(0), Shard(1)], [Shard(1), Shard(0)]])
+def test_a_tensor_there_is_cut_by_members(rows: int, cuts: list[Shard], two_workers: None) -> None:
+    whole = torch.arange(rows * 5.0).reshape(rows, 5)
+    mesh = make("2x2")
+    same(distribute_tensor(whole.to(mesh.device), mesh, cuts), whole)
+
+
 def test_members_without_a_row(two_workers: None) -> None:
     t = distribute_tensor(X[:2], make("4"), [Shard(0)])
     assert [len(shard) for shard in dr.shards(t.to_local())] == [1, 1, 0, 0]
@@ -360,6 +368,10 @@ def test_sizes_say_what_each_member_has(uneven: Any) -> None:
 def test_what_asks_for_one_number_is_told_all(uneven: Any) -> None:
     for ask in (lambda: len(uneven), lambda: int(uneven.shape[0]), lambda: [*uneven]):
         with pytest.raises(dr.UsageError, match=r"member 0: 1, member 1: 2, member 2: 3, member 3: 4"):
+            ask()
+    # Parts of a list that only some members have would be lost in silence.
+    for ask in (lambda: uneven.chunk(2), lambda: uneven.split(2)):
+        with pytest.raises(dr.UsageError, match=r"another number of tensors on each member \(member 0: 1"):
             ask()
     with pytest.raises(dr.UsageError, match="differs from member to member"):
         assert uneven.shape[0] == 2

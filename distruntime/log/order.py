@@ -62,6 +62,7 @@ class Ordered(Stretchable, Protocol):
     executed: int
     enough: int
     asynchronous: bool
+    active: bool
     tapes: list[Tape]
 
     def flush(self, *, gathered: bool = False) -> None:

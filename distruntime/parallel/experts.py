@@ -12,10 +12,12 @@ from torch import nn
 
 from ..errors import ConfigurationError, PlacementError, UsageError, without_our_frames
 from ..mesh import lines
+from ..mesh.each_member import home_of
 from ..mesh.line_groups import Lines
 from ..mesh.mesh import DeviceMesh
 from ..mesh.shards import from_shards
 from ..tensors.tensor import DistributedTensor
+from ..tensors.uneven import UnevenTensor
 
 # One mode of a layout, or some dimensions of a mesh.
 Modes = int | str | Sequence[int | str]
@@ -39,7 +41,7 @@ class Experts(nn.Module):
         dp: the dimensions along which members hold the same experts for other tokens, None if there are none.
         capacity: how many tokens a member sends to one expert at most. Further ones are dropped: that expert
             adds nothing to their results. First choices go first, then the earlier tokens. None sends all.
-            What travels and what an expert computes goes by the capacity, since all shards have one size.
+            What travels and what an expert computes goes by the capacity, or by the member with most tokens.
 
     Raises:
         ConfigurationError: a number of experts that the members do not divide, or a capacity below 1.
@@ -95,14 +97,15 @@ class Experts(nn.Module):
         """Return what the chosen experts make of each token, times their weights, added up. Return at once.
 
         Args:
-            x: tokens, of shape (..., features), each member's own.
+            x: tokens, of shape (..., features), each member's own. Their numbers may differ.
             weights: of shape (..., k), differentiable.
             chosen: numbers of experts, of shape (..., k), k different ones for each token.
 
         Raises `PlacementError` for a tensor that is not on the mesh, `UsageError` for shapes that differ.
         """
         for t in (x, weights, chosen):
-            if not isinstance(t, DistributedTensor) or t._handle.place.node is not self._mesh._mesh_log:
+            at = home_of(t)
+            if at is None or at.node is not self._mesh._mesh_log:
                 raise PlacementError(
                     f"dr.Experts takes tensors on {self._mesh!r}, got one on "
                     f"{t.place if isinstance(t, DistributedTensor) else t.device}: t.to(mesh.device), and "
@@ -113,28 +116,49 @@ class Experts(nn.Module):
                 "dr.Experts takes tokens (..., features), and weights and chosen experts (..., k), got "
                 f"{tuple(x.shape)}, {tuple(weights.shape)} and {tuple(chosen.shape)}"
             )
-        tokens, k = x.flatten(0, -2), chosen.shape[-1]
+        k = chosen.shape[-1]
+        tokens, weights, chosen = x.flatten(0, -2), weights.reshape(-1, k), chosen.reshape(-1, k)
+        if not isinstance(tokens, UnevenTensor):
+            made: torch.Tensor = self._of_tokens(tokens, weights, chosen, None).unflatten(0, x.shape[:-1])
+            return made
+        # One instruction runs for all members, so each has as many rows as the member with most tokens.
+        count, most = tokens.shape[0], max(len(t) for t in tokens._shards)
+        real = torch.nn.functional.pad(torch.ones_like(chosen[:, 0], dtype=torch.bool), (0, most - count))
+        rows = [torch.nn.functional.pad(t, (0, 0, 0, most - count)) for t in (tokens, weights, chosen)]
+        found = self._of_tokens(rows[0], rows[1], rows[2], real)
+        return found.narrow(0, 0, count).reshape(*x.shape[:-1], found.shape[-1])
+
+    def _of_tokens(
+        self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, real: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return what the experts make of rows. `real` says which rows are tokens, if not all are."""
+        k = chosen.shape[1]
         # In this order first choices come first.
-        to = chosen.reshape(-1, k).T.flatten()
+        to = chosen.T.flatten()
         capacity = len(tokens) if self.capacity is None else min(self.capacity, len(tokens))
-        slots, fits = self._slots(to, capacity)
+        slots, fits = self._slots(to, capacity, None if real is None else real.repeat(k))
         given = tokens.repeat(k, 1) * fits
         all_slots = self.along.size * self._count * capacity
         sent = tokens.new_zeros(all_slots, tokens.shape[1]).index_add(0, slots, given)
         returned = self._there_and_back(sent, capacity)
         made = returned.index_select(0, slots) * fits
         # Experts may return other numbers of features than they take.
-        made = made.unflatten(0, (k, len(tokens))) * weights.reshape(-1, k).T.unsqueeze(-1)
-        found: torch.Tensor = made.sum(0).unflatten(0, x.shape[:-1])
+        made = made.unflatten(0, (k, len(tokens))) * weights.T.unsqueeze(-1)
+        found: torch.Tensor = made.sum(0)
         return found
 
-    def _slots(self, to: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _slots(
+        self, to: torch.Tensor, capacity: int, real: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where each token stands among those that are sent, and whether there is room for it."""
         every = torch.arange(self.along.size * self._count, device=to.device)
         mine = to.unsqueeze(1) == every
+        if real is not None:
+            mine = mine & real.unsqueeze(1)
         before = mine.cumsum(0).sub(1).mul(mine).sum(1)
+        fits = before < capacity if real is None else (before < capacity) & real
         # What does not fit adds zero to some other token's row.
-        return to * capacity + before.clamp(max=capacity - 1), (before < capacity).unsqueeze(1)
+        return to * capacity + before.clamp(max=capacity - 1), fits.unsqueeze(1)
 
     def _there_and_back(self, rows: torch.Tensor, capacity: int) -> torch.Tensor:
         """Return what the experts make of rows, which are sorted by expert."""

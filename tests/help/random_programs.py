@@ -1168,7 +1168,8 @@ class OnMeshes(Base):
             if not len(local):
                 continue
             value = Value("", mesh.places[at], None, local, memory)
-            self.keep(value.place, scaled.member(at), local * k + local, value)
+            # Where the counts are equal, this would be the memory of a tensor of the mesh.
+            self.keep(value.place, scaled.member(at) + 0, local * k + local, value)
         sums = [(local * k + local).sum(0, keepdim=True) for local in locals_]
         self.keep_whole(a.mesh, summed, sums, [Memory(m.poisoned) for m in a.memories])
 
@@ -1372,21 +1373,27 @@ class OnMeshes(Base):
         count = mesh.shape[dim] * self.random.randrange(1, 3)
         choices = min(2, count)
         factors = [self.random.randrange(-3, 4) for _ in range(count)]
-        every = [Times(torch.tensor([float(factor)])) for factor in factors]
-        x = [(self.numbers((5, 1)) % 7 - 3).float() for _ in places]
-        chosen = [torch.tensor([self.random.sample(range(count), choices) for _ in range(5)]) for _ in places]
-        self.say(f"mesh {number}", dim, count)
+        every = [Times(torch.tensor([float(factor)], dtype=torch.float32)) for factor in factors]
+        even = self.random.random() < 0.5
+        rows = [5 if even else self.random.randrange(6) for _ in places]
+        x = [(self.numbers((5, 1)) % 7 - 3).float()[:n] for n in rows]
+        chosen = [
+            torch.tensor([self.random.sample(range(count), choices) for _ in range(5)])[:n] for n in rows
+        ]
+        self.say(f"mesh {number}", dim, count, rows)
         with self.where_mesh(number):
             experts = dr.Experts(every, mesh, ep=dim, dp=others or None)
             given, to = dr.from_shards(x, mesh), dr.from_shards(chosen, mesh)
-            made = experts(given, torch.ones(5, choices, device=mesh.device), to)
+            made = experts(given, torch.ones_like(to, dtype=torch.float32), to)
             made.sum().backward()
             experts.reduce_gradients(divide_by=1)
             remote = made.detach().squeeze(1).long()
+            remote = remote if even else remote.sum(0, keepdim=True)
         twins = [
             sum(one.squeeze(1) * (torch.tensor(factors)[at[:, k]] + 1) for k in range(choices)).long()  # type: ignore[union-attr]
             for one, at in zip(x, chosen)
         ]
+        twins = twins if even else [twin.sum(0, keepdim=True) for twin in twins]
         self.keep_whole(number, remote, twins, [Memory() for _ in places])
         # An expert's gradient is the sum of all tokens that any member has sent to it.
         gradient = sum(one[(at == 0).any(1)].sum() for one, at in zip(x, chosen))

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.distributed import _local_tensor
+from torch.fx.experimental import _constant_symnode
 
 from ..errors import UsageError
 from ..log.handle import Residence
@@ -36,7 +37,28 @@ class _Varying(_local_tensor.LocalIntNode):
     def int_(self) -> NoReturn:
         raise self._refused("one int was asked of it")
 
-    guard_int = int_
+    def guard_int(self, file: str, line: int) -> NoReturn:
+        self.int_()
+
+    def wrap_int(self, num: int) -> _Same:
+        """Return an int that is the same on all members, to be computed with together with this one."""
+        return _Same(num)
+
+    def int_truediv(self, other: Any) -> NoReturn:
+        raise self._refused("a float was asked of it (a tensor can be divided by it: x.sum() / n)")
+
+    def sym_float(self) -> NoReturn:
+        self.int_truediv(None)
+
+    def pow_by_natural(self, other: Any) -> Any:
+        """Return each member's power."""
+        others = getattr(other, "_local_ints", None)
+        return _Varying(
+            {
+                k: n ** (other.maybe_as_int() if others is None else others[k])
+                for k, n in self._local_ints.items()
+            }
+        )
 
     def has_hint(self) -> bool:
         """Return False: torch's C++ would take a hint for the number."""
@@ -58,6 +80,17 @@ class _Varying(_local_tensor.LocalIntNode):
             "Compute with the tensor that it is, mesh.coordinate(dim), and torch.where, or with "
             "one member's tensors, t.member(k)"
         )
+
+
+class _Same(_constant_symnode.ConstantIntNode):
+    """torch's own node of an int, and what that node cannot do with a `_Varying`."""
+
+    def int_truediv(self, other: _Varying) -> NoReturn:
+        other.int_truediv(self)
+
+    def pow_by_natural(self, other: _Varying) -> Any:
+        """Return the power, whose exponent each member has of its own."""
+        return _Varying({k: self.val**n for k, n in other._local_ints.items()})
 
 
 class _Truth:

@@ -387,6 +387,19 @@ def test_what_asks_for_one_number_is_told_all(uneven: Any) -> None:
             ask()
 
 
+def test_numbers_that_differ_are_computed_with(uneven: Any) -> None:
+    n = uneven.shape[0]
+    for number, wanted in ((n**2, [1, 4, 9, 16]), (2**n, [2, 4, 8, 16]), (7 - n // 2, [7, 6, 6, 5])):
+        assert [*number.node._local_ints.values()] == wanted
+    assert [t.item() for t in dr.shards(uneven.sum() / n)] == [0, 2, 4, 6]
+    for ask in (lambda: n / 2, lambda: n / 2.0, lambda: 1 / n, lambda: 1.0 / n):
+        with pytest.raises(dr.UsageError, match=r"member 3: 4\), and a float was asked of it"):
+            ask()
+    for ask in (lambda: torch.tensor(n), lambda: range(n), lambda: float(n)):
+        with pytest.raises(dr.UsageError, match=r"member 3: 4\), and one int was asked of it"):
+            ask()
+
+
 def test_what_it_cannot_do_is_refused(uneven: Any) -> None:
     with pytest.raises(dr.NotSupportedError, match=r"unsqueeze_ changes the shape .*member 0: \(1, 2\)"):
         uneven.unsqueeze_(0)

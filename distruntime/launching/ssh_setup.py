@@ -12,12 +12,13 @@ import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
 from ..errors import ConfigurationError
 from .ssh_address import SshAddress
-from .ssh_connection import SshConnection
+from .ssh_connection import Broken, SshConnection
 from .ssh_probe import ENVIRONMENT, MARK, Interpreter, best, interpreters, lacking, script
 from .wheel import requirements, wheel
 
@@ -77,7 +78,10 @@ def set_up(
     """
     usable = [one for one in found if one.is_new_enough]
     base = best(usable)
-    connection.send(_script(base))
+    # The shell there ends at the step that fails, perhaps before it has read the whole wheel. What it has
+    # said until then tells why, and comes all the same.
+    with suppress(Broken):
+        connection.send(_script(base))
     last: deque[str] = deque(maxlen=_KEPT)
     doing = "making an environment"
     while True:

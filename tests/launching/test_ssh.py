@@ -22,6 +22,7 @@ import distruntime as dr
 import namespaces
 from distruntime.__main__ import main
 from distruntime.launching.ssh import SshWorker
+from distruntime.launching.ssh_connection import Broken, SshConnection
 from distruntime.session.session import active_session
 from distruntime.version import __version__
 from distruntime.wire.keys import KeyPair
@@ -386,7 +387,19 @@ def test_an_environment_is_made_there(
     shutil.rmtree(account.home / ".local")
 
 
-def test_an_environment_that_cannot_be_made(account: Account, box: Machine) -> None:
+@pytest.mark.parametrize("is_read", [True, False])
+def test_an_environment_that_cannot_be_made(
+    is_read: bool, account: Account, box: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reason is told, also where the shell has ended before it has read the wheel."""
+    send = SshConnection.send
+
+    def cut_off(connection: SshConnection, text: str) -> None:
+        send(connection, text)
+        if "DISTRUNTIME" in text and not is_read:
+            raise Broken
+
+    monkeypatch.setattr(SshConnection, "send", cut_off)
     torch_there = str(account.package("torch", torch.__version__))
     base = account.program(
         "full",

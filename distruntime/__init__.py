@@ -155,7 +155,8 @@ _first_use.publish(__name__, _MODULES)
 
 
 def __getattr__(name: str) -> object:
-    if name in _MODULES:
+    # `testing` is a folder that is public, so its name needs no other place.
+    if name in _MODULES or name == "testing":
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _SOURCES:
         try:
@@ -337,6 +338,7 @@ __all__ = [
     "synchronize",
     "takeover",
     "tensor",
+    "testing",
     "trace",
     "unpublish",
     "why_slow",

@@ -34,11 +34,13 @@ def test_all_is_complete_and_has_no_strangers() -> None:
         "nn",
         "nvtx",
         "primitives",
+        "testing",
     }
 
 
 def test_no_public_name_hides_a_module() -> None:
-    assert [module.name for module in pkgutil.iter_modules(dr.__path__) if module.name in dr.__all__] == []
+    modules = {module.name for module in pkgutil.iter_modules(dr.__path__)} & set(dr.__all__)
+    assert modules == {"testing"} and dr.testing is testing
 
 
 def test_what_is_public_of_the_rooms_is_imported_as_users_import() -> None:

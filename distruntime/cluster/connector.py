@@ -40,6 +40,8 @@ log = logging.getLogger("distruntime")
 _SOON = 0.3
 # Nobody need hear of an absence of fewer seconds.
 _BRIEF = 1.0
+# Whoever has started a worker says how it ended. On a busy machine that comes some seconds after the end.
+_REPORTED = 10.0
 # A worker is taken to be dead when nobody was listening so often in a row.
 _REFUSALS = 2
 # Once all workers have come, so many seconds lie between two polls that do something.
@@ -494,7 +496,8 @@ class Connector:
         assert absence is not None
         self._probe(self.connections[node.index], absence, now)
         if has_died(welcome.process):
-            self.session.lose(node, f"(pid {welcome.pid}) died: the process is gone")
+            if self.session.workers.of(node) is None or now - absence.since > _REPORTED:
+                self.session.lose(node, f"(pid {welcome.pid}) died: the process is gone")
         elif absence.refusals >= _REFUSALS and not _is_tunnelled(node):
             self.session.lose(
                 node, f"died: its machine answers, and nobody listens at {node.address} any more"

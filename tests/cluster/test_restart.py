@@ -19,6 +19,7 @@ from distruntime.cluster.connector import Connector
 from distruntime.cluster.local_workers import LocalLauncher, LocalWorker
 from distruntime.session.session import active_session
 from distruntime.wire.connections import PeerEvent
+from distruntime.wire.identity import has_died
 from distruntime.wire.messages import Join
 from processes import STARTING, ListeningWorker, until
 
@@ -123,6 +124,29 @@ def test_how_a_worker_has_ended_is_said_once(
     epitaph = session.workers.epitaph(session.nodes[0])
     monkeypatch.undo()
     assert epitaph is not None and re.match(r"\(pid \d+\) exited with code 3", epitaph)
+
+
+def test_how_a_worker_has_ended_is_waited_for(
+    fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = fresh_session(world_size=2)
+    inner = active_session()
+    x, node = torch.ones(3, device=REMOTE), inner.nodes[0]
+    x.sum().item()
+    looks, look_for = [node], Connector._look_for
+    monkeypatch.setattr(Connector, "_look_for", lambda *args: (look_for(*args), looks.append(node)))
+    with monkeypatch.context() as patch:
+        # The kernel has reported the death, and the nursery has not yet.
+        patch.setattr(type(inner.workers[0]), "poll", lambda self: None)
+        kill(0)
+        until(lambda: has_died(node.welcome.process))
+        looks.clear()
+        until(lambda: len(looks) > 3)
+        assert node.failed is None
+    until(lambda: node.failed is not None)
+    with pytest.raises(dr.NodeFailed, match="exited: killed by signal 9"):
+        x.sum().item()
+    assert session.nodes[0].state == "lost"
 
 
 def test_once_there_is_a_new_worker_nobody_advises_a_restart(fresh_session: Callable[..., Any]) -> None:

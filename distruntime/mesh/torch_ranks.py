@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed import _functional_collectives, distributed_c10d
@@ -21,6 +22,7 @@ from torch.utils.data import DistributedSampler
 from ..backend.on_import import when_imported
 from ..errors import NotSupportedError, UsageError
 from ..log.mesh_log import MeshLog
+from ..tensors.uneven import UnevenTensor
 from . import lines
 from .line_groups import Lines
 from .operation import issue_along, permuted, reduction_named
@@ -45,6 +47,9 @@ def prepare() -> None:
     replace("new_group", _of_members(dist.new_group))
     when_imported("torch.distributed.nn.functional", _with_gradients)
     replace("permute_tensor", _permute(_functional.permute_tensor))
+    # Later torch may do without it, and asks all members by itself from 2.13 on.
+    if hasattr(_functional, "_maybe_view_chunk_cat"):
+        replace("_maybe_view_chunk_cat", _of_each_shape(_functional._maybe_view_chunk_cat))
     _Scaler._unscale_grads_ = _of_all_members(_Scaler._unscale_grads_)
     _Join.notify_join_context = staticmethod(_lasting(_Join.notify_join_context))
 
@@ -207,6 +212,18 @@ def _permute(permute_tensor: Callable[..., Any]) -> Callable[..., Any]:
                 f"got {targets}"
             )
         return permuted(found, self, targets)
+
+    return choose
+
+
+def _of_each_shape(put_together: Callable[..., Any]) -> Callable[..., Any]:
+    """torch views what it has gathered where its shape allows that, and may find so for some members only."""
+
+    @functools.wraps(put_together)
+    def choose(res: Any, group_size: int, gather_dim: int) -> Any:
+        if not isinstance(res, UnevenTensor):
+            return put_together(res, group_size, gather_dim)
+        return torch.cat(torch.chunk(res, group_size, 0), gather_dim)
 
     return choose
 

@@ -8,7 +8,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed import pipelining
@@ -32,9 +32,10 @@ def split(
 ) -> list[torch.nn.Module]:
     """Return a model as `n` modules that follow each other, the stages of a pipeline.
 
-    An `nn.Sequential` is cut between its children. The parts are `nn.Sequential`s that have these children
-    under their names, so that `state_dict` keys stay. Any other model is traced by torch's
-    `torch.distributed.pipelining.pipeline`, with `example` as its arguments; the parts are copies.
+    An `nn.Sequential` is cut between its children, unless its class has a forward of its own. The parts are
+    `nn.Sequential`s that have these children under their names, so that `state_dict` keys stay. Any other
+    model is traced by torch's `torch.distributed.pipelining.pipeline`, with `example` as its arguments; the
+    parts are copies.
 
     Args:
         n: how many parts.
@@ -48,7 +49,8 @@ def split(
     if not isinstance(model, torch.nn.Module):
         raise UsageError(f"dr.split cuts a module, got {type(model).__name__}")
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise UsageError(f"the number of parts is a whole number from 1 on, got {n!r}")
+        advice = f": names go into by=, dr.split(model, {len(n) + 1}, by={n!r})" if _are_names(n) else ""
+        raise UsageError(f"the number of parts is a whole number from 1 on, got {n!r}{advice}")
     names = None if isinstance(by, str) else list(by)
     if isinstance(by, str) and by not in ("parameters", "time"):
         raise UsageError(f'by is "parameters", "time" or a list of names, got {by!r}')
@@ -57,11 +59,22 @@ def split(
     given = () if example is None else example if isinstance(example, tuple) else (example,)
     if by == "time" and not given:
         raise UsageError('by="time" measures the parts on a batch: example=x, or a tuple of all arguments')
-    if isinstance(model, torch.nn.Sequential):
+    if _is_sequence(model):
         parts = _of_sequential(model, n, by, names, given)
         require_apart(parts, "part")
         return parts
     return _of_traced(model, n, by, names, given)
+
+
+def _are_names(given: object) -> TypeGuard[list[str]]:
+    return isinstance(given, list) and all(isinstance(name, str) for name in given)
+
+
+def _is_sequence(model: torch.nn.Module) -> TypeGuard[torch.nn.Sequential]:
+    """Whether a model runs its children one after the other. A subclass may have a forward of its own."""
+    return isinstance(model, torch.nn.Sequential) and (
+        getattr(model.forward, "__func__", None) is torch.nn.Sequential.forward
+    )
 
 
 def _of_sequential(
@@ -71,7 +84,8 @@ def _of_sequential(
     names: list[str] | None,
     given: tuple[Any, ...],
 ) -> list[torch.nn.Module]:
-    children = list(model.named_children())
+    # `named_children` leaves out what stands there a second time, such as one ReLU after each layer.
+    children = list(model._modules.items())
     if len(children) < n:
         raise UsageError(f"a Sequential of {len(children)} children cannot be cut into {n} parts")
     if names is not None:
@@ -146,8 +160,8 @@ def _of_traced(
 ) -> list[torch.nn.Module]:
     if not given:
         raise UsageError(
-            f"a {type(model).__name__} is no nn.Sequential, so torch traces its forward to cut it: give "
-            "example= its arguments for one micro-batch, or write the stages as modules of your own"
+            f"a {type(model).__name__} is no plain nn.Sequential, so torch traces its forward to cut it: "
+            "give example= its arguments for one micro-batch, or write the stages as modules of your own"
         )
     if any(isinstance(p, DistributedTensor) for p in model.parameters()):
         raise UsageError("torch traces models of this process: cut the model, then send the parts to workers")

@@ -32,6 +32,38 @@ def test_a_sequential_is_cut_between_its_children() -> None:
     assert torch.equal(alone(x), model(x))
 
 
+def test_a_child_that_stands_in_several_places_stays_in_all_of_them() -> None:
+    """The second one was left out: the parts together were another model."""
+    act = nn.ReLU()
+    model = nn.Sequential(nn.Linear(4, 8), act, nn.Linear(8, 8), act, nn.Linear(8, 4), act)
+    x = torch.randn(3, 4)
+    for parts in (
+        dr.split(model, 2),
+        dr.split(model, 3, by=["1", "3"]),
+        dr.split(model, 2, by="time", example=x),
+    ):
+        assert [name for part in parts for name in part._modules] == list(model._modules)
+        found = x
+        for part in parts:
+            found = part(found)
+        assert torch.equal(found, model(x))
+    linear = nn.Linear(4, 4)
+    with pytest.raises(dr.UsageError, match=r"1.weight of part 1 is also 0.weight of part 0"):
+        dr.split(nn.Sequential(linear, linear), 2)
+
+
+class Residual(nn.Sequential):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input + super().forward(input)
+
+
+def test_a_sequential_with_a_forward_of_its_own_is_traced() -> None:
+    """It was cut between its children, and what its forward adds was lost."""
+    model = Residual(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(dr.UsageError, match=r"a Residual is no plain nn.Sequential.*example="):
+        dr.split(model, 2)
+
+
 class Slow(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(200):
@@ -93,6 +125,8 @@ def test_what_is_refused() -> None:
         dr.split(3, 2)  # type: ignore[arg-type]
     with pytest.raises(dr.UsageError, match="from 1 on, got 0"):
         dr.split(model, 0)
+    with pytest.raises(dr.UsageError, match=r"names go into by=, dr.split\(model, 2, by=\['1'\]\)"):
+        dr.split(model, ["1"])  # type: ignore[arg-type]
     with pytest.raises(dr.UsageError, match="2 children cannot be cut into 3 parts"):
         dr.split(model, 3)
     with pytest.raises(dr.UsageError, match="got 'size'"):
@@ -105,7 +139,7 @@ def test_what_is_refused() -> None:
         dr.split(model, 2, by=["0"])
     with pytest.raises(dr.UsageError, match=r"example=x"):
         dr.split(model, 2, by="time")
-    with pytest.raises(dr.UsageError, match=r"is no nn.Sequential"):
+    with pytest.raises(dr.UsageError, match=r"is no plain nn.Sequential"):
         dr.split(Blocks(), 2)
     tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     tied[1].weight = tied[0].weight

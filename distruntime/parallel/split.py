@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import UsageError, without_our_frames
 from ..streams.stream import synchronize
 from ..tensors.tensor import DistributedTensor
+from .carried import carry
 from .stage import require_apart
 
 _pipelining: Any = pipelining
@@ -35,7 +36,7 @@ def split(
     An `nn.Sequential` is cut between its children, unless its class has a forward of its own. The parts are
     `nn.Sequential`s that have these children under their names, so that `state_dict` keys stay. Any other
     model is traced by torch's `torch.distributed.pipelining.pipeline`, with `example` as its arguments; the
-    parts are copies.
+    parts are copies. Values that skip a part are handed on by it.
 
     Args:
         n: how many parts.
@@ -199,6 +200,7 @@ def _traced(pipe: Any, n: int, names: list[str]) -> list[torch.nn.Module]:
         )
     parts = [pipe.get_stage_module(k) for k in range(n)]
     require_apart(parts, "part")
+    carry(pipe.split_gm.graph, parts)
     # What torch's trace has made is held by weak references, and so cannot be sent to a worker.
     return [copy.deepcopy(part) for part in parts]
 

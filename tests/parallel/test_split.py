@@ -57,11 +57,54 @@ class Residual(nn.Sequential):
         return input + super().forward(input)
 
 
-def test_a_sequential_with_a_forward_of_its_own_is_traced() -> None:
+def test_a_sequential_with_a_forward_of_its_own_is_traced(session: object) -> None:
     """It was cut between its children, and what its forward adds was lost."""
-    model = Residual(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, x, y = Residual(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(8, 4), torch.randn(8, 4)
     with pytest.raises(dr.UsageError, match=r"a Residual is no plain nn.Sequential.*example="):
         dr.split(model, 2)
+    parts = dr.split(model, 2, by=["1"], example=x[:4])
+    stages = [part.to(dr.place(k, "cpu")) for k, part in enumerate(parts)]
+    output = dr.pipeline(stages, 2, loss_fn=nn.functional.mse_loss).step(x, target=y)
+    torch.testing.assert_close(output.cpu(), model(x).detach())
+
+
+class Skips(nn.Module):
+    """The mask is used in the middle, the first values at the end too, and the middle ones are a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(3, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = self.a(x).chunk(2, -1)
+        middle = self.b(first) * mask
+        return self.c(middle).tanh() + second.sum(-1, keepdim=True), middle
+
+
+@pytest.mark.parametrize("names", [["b"], ["c"], ["b", "c"]], ids=str)
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+def test_values_that_skip_a_part_are_handed_on(names: list[str], schedule: str, session: object) -> None:
+    """The next part was not given what it takes, and results of earlier parts were lost without a word."""
+    model, x, y = Skips(), torch.randn(8, 4), torch.randn(8, 4)
+    mask = torch.rand(8, 4)
+    parts = dr.split(model, len(names) + 1, by=names, example=(x[:4], mask[:4]))
+    stages = [part.to(dr.place(k % 2, "cpu")) for k, part in enumerate(parts)]
+    pipe = dr.pipeline(
+        stages,
+        4,
+        schedule if len(parts) == 2 else "1F1B",
+        loss_fn=lambda out, y: nn.functional.mse_loss(out[0], y) + out[1].square().mean(),
+    )
+    expected = model(x, mask)
+    (nn.functional.mse_loss(expected[0], y) + expected[1].square().mean()).backward()
+    for given, named in (((x, mask), {}), ((x,), {"mask": mask})):
+        pipe.zero_grad()
+        found = pipe.step(*given, target=y, **named)
+        for mine, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine.cpu(), wanted.detach())
+        grads = {name: p.grad for stage in stages for name, p in stage.named_parameters()}
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(grads[name].cpu(), p.grad)
 
 
 class Slow(nn.Module):

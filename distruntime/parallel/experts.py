@@ -65,8 +65,10 @@ class Experts(nn.Module):
                 "dr.Experts takes all experts and a mesh, dr.Experts(experts, "
                 f'dr.init_device_mesh("cpu", layout.with_experts(ep=2))); got {type(mesh).__name__}'
             )
-        self.along: Lines = mesh.lines(ep)
-        self._replicas: Lines | None = None if dp is None else mesh.lines(dp)
+        if isinstance(experts, nn.Module) and not isinstance(experts, (nn.ModuleList, nn.Sequential)):
+            raise UsageError(f"dr.Experts takes a list of all experts, got one {type(experts).__name__}")
+        self.along = _lines(mesh, ep, "ep")
+        self._replicas = None if dp is None else _lines(mesh, dp, "dp")
         self._mesh, members = mesh, self.along.size
         if not experts or len(experts) % members:
             raise ConfigurationError(
@@ -116,6 +118,8 @@ class Experts(nn.Module):
                 "dr.Experts takes tokens (..., features), and weights and chosen experts (..., k), got "
                 f"{tuple(x.shape)}, {tuple(weights.shape)} and {tuple(chosen.shape)}"
             )
+        if chosen.dtype.is_floating_point or chosen.dtype == torch.bool:
+            raise UsageError(f"the chosen experts are whole numbers, as topk gives them, got {chosen.dtype}")
         k = chosen.shape[-1]
         tokens, weights, chosen = x.flatten(0, -2), weights.reshape(-1, k), chosen.reshape(-1, k)
         if not isinstance(tokens, UnevenTensor):
@@ -227,6 +231,16 @@ def over_members(along: Lines, norm: torch.Tensor, norm_type: float) -> torch.Te
 def _at(t: torch.Tensor, place: Any) -> torch.Tensor:
     """Return a tensor at a place; a local one stays, as it is sent there later."""
     return t.to(place) if isinstance(t, DistributedTensor) and t.place != place else t
+
+
+def _lines(mesh: DeviceMesh, along: Modes, name: str) -> Lines:
+    try:
+        return mesh.lines(along)
+    except UsageError as error:
+        raise UsageError(
+            f"{name}={along!r}: {error}. Name the dimension along which members hold different experts, ep=, "
+            "and the one along which they hold the same ones, dp=, None if there is none"
+        ) from None
 
 
 def _require_alike(experts: Sequence[nn.Module]) -> None:

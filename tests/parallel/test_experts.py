@@ -172,8 +172,13 @@ def test_what_is_refused(four_gpus: None) -> None:
         dr.Experts([own[0], nn.Linear(WIDTH, WIDTH)], mesh)
     with pytest.raises(dr.UsageError, match="all experts and a mesh"):
         dr.Experts(list(own), "cuda")  # type: ignore[arg-type]
+    plain = dr.init_device_mesh("cuda", (4,), mesh_dim_names=("data",))
     with pytest.raises(dr.UsageError, match="no dimension 'ep'"):
-        dr.Experts(list(own), dr.init_device_mesh("cuda", (4,), mesh_dim_names=("data",)), ep="ep")
+        dr.Experts(list(own), plain, ep="ep")
+    with pytest.raises(dr.UsageError, match=r"ep='moe_ep': this mesh .* it has data. Name the dimension"):
+        dr.Experts(list(own), plain)
+    with pytest.raises(dr.UsageError, match="a list of all experts, got one Linear"):
+        dr.Experts(nn.Linear(2, 2), mesh)  # type: ignore[arg-type]
     experts = dr.Experts(list(own), mesh)
     x = torch.randn(3, WIDTH, dtype=torch.float64)
     weights, chosen = routed(router, x)
@@ -182,6 +187,8 @@ def test_what_is_refused(four_gpus: None) -> None:
     x, weights, chosen = (t.detach().to(mesh.device) for t in (x, weights, chosen))
     with pytest.raises(dr.UsageError, match=r"got \(3, 6\), \(3, 2\) and \(3, 1\)"):
         experts(x, weights, chosen[:, :1])
+    with pytest.raises(dr.UsageError, match=r"are whole numbers, as topk gives them, got torch.float64"):
+        experts(x, weights, weights)
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])

@@ -30,6 +30,7 @@ class ShardedEMA:
         UsageError: a parameter is neither a DTensor nor on the mesh, or `decay` is not between 0 and 1.
     """
 
+    @without_our_frames
     def __init__(self, model: nn.Module, decay: float = 0.999, mesh: DeviceMesh | None = None) -> None:
         if not 0 <= decay <= 1:
             raise UsageError(f"decay is a number from 0 to 1, got {decay!r}")
@@ -44,6 +45,10 @@ class ShardedEMA:
         self._pieces = None if mesh is None else Pieces(mesh.lines(), list(whole.values()))
         with torch.no_grad():
             self._averages = dict(zip(self._named, self._shares()))
+
+    def __repr__(self) -> str:
+        count = sum(p.numel() for p in self._named.values())
+        return f"<ShardedEMA of {count:,} numbers, decay {self.decay}, {self.updates} updates>"
 
     def _shares(self) -> list[torch.Tensor]:
         """Return each parameter's share, new, in the order of the model."""

@@ -47,10 +47,12 @@ class ShardedOptimizer(optim.Optimizer):
         defaults: the arguments of `optimizer_class`.
 
     Raises:
-        UsageError: a parameter is not on the mesh. NotSupportedError: the optimizer needs whole parameters,
-            or a parameter is a DTensor; `fully_shard` shards those with their state.
+        UsageError: no class of an optimizer, or a parameter that is not on the mesh. NotSupportedError: the
+            optimizer needs whole parameters, or a parameter is a DTensor; `fully_shard` shards those with
+            their state.
     """
 
+    @without_our_frames
     def __init__(
         self,
         params: Parameters,
@@ -61,6 +63,12 @@ class ShardedOptimizer(optim.Optimizer):
         master_dtype: torch.dtype | None = None,
         **defaults: Any,
     ) -> None:
+        if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, optim.Optimizer)):
+            raise UsageError(
+                "ShardedOptimizer makes the optimizer of the shares, so it takes its class and the "
+                "arguments, dr.ShardedOptimizer(model.parameters(), torch.optim.AdamW, mesh, lr=1e-3); got "
+                f"{optimizer_class!r:.60}"
+            )
         if issubclass(optimizer_class, _WHOLE):
             raise NotSupportedError(
                 f"{optimizer_class.__name__} needs whole parameters, and each member has a share of each: "

@@ -162,6 +162,10 @@ def test_what_cannot_be_sharded(mesh: Mesh) -> None:
     with pytest.raises(dr.UsageError, match=r'reduce is None, "avg" or "sum", got .mean.'):
         mean: Any = "mean"
         dr.ShardedOptimizer(there.parameters(), torch.optim.SGD, mesh, reduce=mean, lr=1.0)
+    sgd = torch.optim.SGD(there.parameters(), lr=1.0)
+    for kind in (sgd, "SGD", nn.Linear):
+        with pytest.raises(dr.UsageError, match=r"takes its class and the arguments, .*AdamW, mesh, lr=1e-3"):
+            dr.ShardedOptimizer(there.parameters(), kind, mesh)  # type: ignore[arg-type]
     there = fully_shard(nn.Linear(4, 4).to(mesh.device), mesh=mesh)
     with pytest.raises(
         dr.NotSupportedError, match=r"got a DTensor: fully_shard and parallelize_module shard"
@@ -190,6 +194,8 @@ def test_the_average_is_the_plain_one(mesh: Mesh, sharded: bool) -> None:
                 p.add_(0.1 * k).mul_(1.1)
         plain.update_parameters(here)
         average.update()
+    count = sum(p.numel() for p in here.parameters())
+    assert repr(average) == f"<ShardedEMA of {count} numbers, decay 0.9, 5 updates>"
     found = {name: dr.fetch(value) for name, value in average.state_dict().items()}
     for name, value in plain.module.named_parameters():
         torch.testing.assert_close(whole_of(found[name]), value.detach())

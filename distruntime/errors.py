@@ -22,7 +22,7 @@ import difflib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -149,7 +149,7 @@ def without_our_frames(function: Callable[P, R]) -> Callable[P, R]:
     """Return `function`, which drops the frames of what the caller has done wrong.
 
     It stands around what users call and what torch calls. A misspelt argument is
-    told which is meant. On hot paths the functions do so themselves.
+    told which is meant, and a missing one which there are. On hot paths the functions do so themselves.
     """
 
     @functools.wraps(function)
@@ -161,16 +161,24 @@ def without_our_frames(function: Callable[P, R]) -> Callable[P, R]:
             # The call itself has failed: there is an argument too many, too few, or with another name.
             if type(error) is TypeError and error.__traceback__ and error.__traceback__.tb_next is None:
                 forget_traceback(error)
-                _suggest(error, function, kwargs)
+                _suggest(error, function, args, kwargs)
             raise
 
     return call
 
 
-def _suggest(error: TypeError, function: Callable[P, R], given: Iterable[str]) -> None:
-    """Have the error about an unknown keyword argument name the one that is most alike."""
+def _suggest(
+    error: TypeError, function: Callable[P, R], positional: Sequence[object], given: Iterable[str]
+) -> None:
+    """Have an error about arguments say which there are, or the one that is most alike an unknown one."""
     text = str(error)
     known = [name for name in inspect.signature(function).parameters if name != "self"]
+    owner = f"{function.__qualname__}()"
+    if function.__name__ == "__init__" and positional:
+        # The class that the caller has named may inherit its constructor from one with a name of ours.
+        text = text.replace(owner, f"{type(positional[0]).__name__}()", 1)
+    if "required positional argument" in text or "required keyword-only argument" in text:
+        error.args = (f"{text}. It takes {', '.join(known)}",)
     # Newer Pythons name one themselves.
     if "unexpected keyword argument" in text and "Did you mean" not in text:
         unknown = next(name for name in given if name not in known)

@@ -345,6 +345,14 @@ def test_a_misspelt_argument() -> None:
             lambda: dr.names(ZZZ=3),
             "names() got an unexpected keyword argument 'ZZZ'. It has no arguments",
         ),  # type: ignore[call-arg]
+        (
+            lambda: dr.nn.MaxPool2d(),  # type: ignore[call-arg]
+            "MaxPool2d() missing 2 required positional arguments: 'P' and 'kernel_size'. It takes P, kernel_size, stride, padding, dilation, return_indices, ceil_mode, overlap",
+        ),
+        (
+            lambda: dr.from_shards([]),  # type: ignore[call-arg]
+            "from_shards() missing 1 required positional argument: 'mesh'. It takes tensors, mesh",
+        ),
     ):
         says(code, text, TypeError)
 

@@ -59,3 +59,7 @@ class Repartition(torch.nn.Module):
     def forward(self, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the shards of the same tensor over the other partition. Return at once."""
         return primitives.repartition(xs, self.P, self.P_y)
+
+    def extra_repr(self) -> str:
+        """Return what printing the layer shows of it."""
+        return f"{self.P!r}, {self.P_y!r}"

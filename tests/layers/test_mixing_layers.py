@@ -266,10 +266,21 @@ def test_weights_are_drawn_as_torch_draws_them() -> None:
             assert torch.equal(value.cpu(), wanted[name]), name
 
 
+def test_a_repartition_prints_its_partitions() -> None:
+    P = over([3, 1], (2,))
+    assert repr(nn.Repartition(P, P)) == f"Repartition({P!r}, {P!r})"
+
+
 def test_what_does_not_fit_says_what() -> None:
     P, x = over([0, 1], (1, 2, 1, 1)), torch.ones(2, 4, 6, 6)
     errors: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: nn.Conv2d(3, 4, 4, 3), dr.UsageError, "is a distruntime.Partition, got int"),
+        (
+            lambda: nn.Conv2d(4, 4, 3),
+            TypeError,
+            r"^Conv2d\(\) missing.*'kernel_size'. It takes P, in_channels",
+        ),
+        (lambda: nn.Linear(4, 4), TypeError, r"^Linear\(\) missing.*'out_features'. It takes P, in_features"),
         (lambda: nn.Conv2d(P, 4, 4, 3, groups=2, form="gather"), dr.NotSupportedError, "leave out P_y and"),
         (lambda: nn.ConvTranspose2d(P, 6, 6, 3, groups=3), dr.NotSupportedError, "a multiple of 2, .* got 3"),
         (

@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch.autograd.function import FunctionCtx
 
-from ..errors import PlacementError, UsageError
+from ..errors import PlacementError, UsageError, without_our_frames
 from ..log.handle import Place
 from ..session.session import active_session
 from ..tensors.fetch import fetch
@@ -39,6 +39,7 @@ class Partition:
         such place.
     """
 
+    @without_our_frames
     def __init__(self, nodes_or_places: Sequence[Where] | None, shape: int | Sequence[int]) -> None:
         self.session = active_session()
         self.homes = homes_of(self.session, nodes_or_places, "a partition")
@@ -82,14 +83,17 @@ class Partition:
         """Return the coordinates of the k-th place."""
         return coordinates(self.shape)[k]
 
+    @without_our_frames
     def shapes(self, global_size: Sequence[int]) -> list[torch.Size]:
         """Return the size of each place's shard of a tensor of this size."""
         return [torch.Size(size) for size in sizes_of(cuts_of(tuple(global_size), self.shape))]
 
+    @without_our_frames
     def slices(self, global_size: Sequence[int]) -> list[tuple[slice[int, int, int | None], ...]]:
         """Return where each place's shard lies in a tensor of this size: `x[slices[k]]` is shard k."""
         return slices_of(cuts_of(tuple(global_size), self.shape))
 
+    @without_our_frames
     def scatter(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return the shards of a tensor that is here or on one place, copied to their places. Differentiable.
 
@@ -104,6 +108,7 @@ class Partition:
             shards.append(part.clone() if here else part.to(home.device))
         return shards
 
+    @without_our_frames
     def gather(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the whole tensor, here.
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.function import FunctionCtx
 
-from ..errors import UsageError
+from ..errors import UsageError, without_our_frames
 from ..log.handle import Residence
 from ..tensors.tensor import DistributedTensor
 from . import functional, plans
@@ -271,6 +271,7 @@ def _widths(widths: object, partition: Partition) -> Widths:
     return tuple(found)
 
 
+@without_our_frames
 def broadcast(xs: Shards, P_x: Partition, P_y: Partition) -> list[torch.Tensor]:
     """Return a copy of each shard for all places of `P_y` that stand behind it. Its adjoint is `sum_reduce`.
 
@@ -283,6 +284,7 @@ def broadcast(xs: Shards, P_x: Partition, P_y: Partition) -> list[torch.Tensor]:
     return _applied(plan, source, target, source.check(xs, "xs"))
 
 
+@without_our_frames
 def sum_reduce(ys: Shards, P_y: Partition, P_x: Partition) -> list[torch.Tensor]:
     """Return, for each place of `P_x`, the sum of the shards whose places `broadcast` would copy it to.
 
@@ -301,6 +303,7 @@ def sum_reduce(ys: Shards, P_y: Partition, P_x: Partition) -> list[torch.Tensor]
     return _applied(plan, source, target, given)
 
 
+@without_our_frames
 def all_sum_reduce(xs: Shards, P: Partition, axes: int | Sequence[int]) -> list[torch.Tensor]:
     """Return, for each place, the sum over the places that differ from it in the coordinates of `axes` only.
 
@@ -331,6 +334,7 @@ def _summands(given: Sequence[DistributedTensor], row: Size, name: str) -> None:
             raise UsageError(f"what is summed must be of one size: {one}, {other}")
 
 
+@without_our_frames
 def all_gather(xs: Shards, P: Partition, axis: int) -> list[torch.Tensor]:
     """Return, for each place, the joined shards of those that differ from it in coordinate `axis` only.
 
@@ -345,6 +349,7 @@ def all_gather(xs: Shards, P: Partition, axis: int) -> list[torch.Tensor]:
     return _applied(plan, partition, partition, given)
 
 
+@without_our_frames
 def reduce_scatter(xs: Shards, P: Partition, axis: int) -> list[torch.Tensor]:
     """Return, for each place, its part of the sum over those that differ in coordinate `axis` only.
 
@@ -358,6 +363,7 @@ def reduce_scatter(xs: Shards, P: Partition, axis: int) -> list[torch.Tensor]:
     return _applied(plan, partition, partition, given)
 
 
+@without_our_frames
 def repartition(xs: Shards, P_x: Partition, P_y: Partition) -> list[torch.Tensor]:
     """Return the shards that `P_y` cuts the same tensor into, balanced, however `P_x` has cut it.
 
@@ -388,6 +394,7 @@ def repartition(xs: Shards, P_x: Partition, P_y: Partition) -> list[torch.Tensor
     return _applied(plan, source, target, given)
 
 
+@without_our_frames
 def halo_exchange(xs: Shards, P: Partition, halo: Sequence[Width]) -> list[torch.Tensor]:
     """Return each shard grown by the rims of its neighbours, in each dimension, corners included.
 

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from ..errors import UsageError
+from ..errors import UsageError, without_our_frames
 from ..streams.stream import current_stream, has_streams, kept_number, numbered_stream
 from .line_groups import Lines
-from .operation import on_mesh_of, permuted
+from .operation import on_mesh_of, permuted, require_lines
 
 
+@without_our_frames
 def attention(
     lines: Lines,
     query: Tensor,
@@ -49,8 +50,9 @@ def attention(
         scale: the factor of the products, 1 / sqrt(features) if None.
 
     It has a gradient, but no second one. Raises `PlacementError` for tensors that are not on the mesh of
-    these lines, `UsageError` for shapes that do not fit.
+    these lines, `UsageError` for shapes that do not fit, or lines that are none.
     """
+    require_lines(lines)
     for t in (query, key, value):
         on_mesh_of(lines, t)
     shapes = f"got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"

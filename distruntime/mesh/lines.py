@@ -19,13 +19,14 @@ import torch
 
 from ..collectives.adjoints import Collective, differentiable
 from ..collectives.reductions import Op
-from ..errors import UsageError
+from ..errors import UsageError, without_our_frames
 from ..tensors.uneven import UnevenTensor
 from .attention import attention
 from .line_groups import Lines
-from .operation import LineMembers, even_splits, on_mesh_of, permuted, reduction_named
+from .operation import LineMembers, even_splits, on_mesh_of, permuted, reduction_named, require_lines
 
 
+@without_our_frames
 def all_reduce(lines: Lines, x: torch.Tensor, op: Op | str = "SUM") -> torch.Tensor:
     """Return the reduction of each line's tensors, at each of its members. Return at once.
 
@@ -38,6 +39,7 @@ def all_reduce(lines: Lines, x: torch.Tensor, op: Op | str = "SUM") -> torch.Ten
     return _apply(lines, Collective("all_reduce", reduction_named(op)), given)
 
 
+@without_our_frames
 def all_gather(lines: Lines, x: torch.Tensor) -> torch.Tensor:
     """Return each line's tensors in one, along the first dimension, at each member. Return at once.
 
@@ -48,6 +50,7 @@ def all_gather(lines: Lines, x: torch.Tensor) -> torch.Tensor:
     return _apply(lines, Collective("all_gather"), given if given.dim() else given.reshape(1))
 
 
+@without_our_frames
 def reduce_scatter(lines: Lines, x: torch.Tensor, op: Op | str = "SUM") -> torch.Tensor:
     """Return each member's part of the reduction, cut along the first dimension. Return at once.
 
@@ -59,6 +62,7 @@ def reduce_scatter(lines: Lines, x: torch.Tensor, op: Op | str = "SUM") -> torch
     return _apply(lines, Collective("reduce_scatter", reduction_named(op)), given)
 
 
+@without_our_frames
 def all_to_all(lines: Lines, x: torch.Tensor, output: Sequence[int], inputs: Sequence[int]) -> torch.Tensor:
     """Return the rows that the members of a line have for each member, in one tensor. Return at once.
 
@@ -69,6 +73,7 @@ def all_to_all(lines: Lines, x: torch.Tensor, output: Sequence[int], inputs: Seq
     return _apply(lines, Collective("all_to_all", splits=even_splits(lines, given, output, inputs)), given)
 
 
+@without_our_frames
 def broadcast(lines: Lines, x: torch.Tensor, root: int) -> torch.Tensor:
     """Return, at each member, the tensor of the member of rank `root` in its line. Return at once.
 
@@ -78,6 +83,7 @@ def broadcast(lines: Lines, x: torch.Tensor, root: int) -> torch.Tensor:
     return _apply(lines, Collective("broadcast", root=root), given)
 
 
+@without_our_frames
 def shift(lines: Lines, x: torch.Tensor, by: int = 1, *, wrap: bool = True) -> torch.Tensor:
     """Return, at each member, the tensor of the member `by` ranks before it in its line. Return at once.
 
@@ -103,11 +109,7 @@ def _apply(lines: Lines, collective: Collective, x: torch.Tensor) -> torch.Tenso
 
 
 def _operand(lines: Lines, x: torch.Tensor) -> torch.Tensor:
-    if not isinstance(lines, Lines):
-        raise UsageError(
-            "this runs along the lines of a mesh, mesh.lines('tp') or mesh.lines() of all members, "
-            f"got {lines!r}"
-        )
+    require_lines(lines)
     if isinstance(x, UnevenTensor) and x._residence is lines.mesh_log.residence():
         return x
     return on_mesh_of(lines, x)

@@ -112,6 +112,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
             raise UsageError(f"a mesh of {self.ndim} dimensions has no dimension {dim}")
         return dim % self.ndim
 
+    @without_our_frames
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
         """Return the same members seen along some dimensions. What runs along them runs in all lines."""
         wanted = tuple(mesh_dim_names) if isinstance(mesh_dim_names, (tuple, list)) else (mesh_dim_names,)
@@ -147,6 +148,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         seen: DeviceMesh = torch_mesh
         return seen
 
+    @without_our_frames
     def select(self, **where: int) -> DeviceMesh:
         """Return the mesh of the members at these coordinates: `mesh.select(dp=0)` is the first row.
 
@@ -179,6 +181,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
 
         return [tuple(index(dims, at) for dims in self._dims) for at in product(*map(range, sizes))]
 
+    @without_our_frames
     def coordinate(self, dim: int | str = 0) -> DistributedTensor:
         """Return a tensor of one int64 that is, on each member, its coordinate along a dimension.
 
@@ -268,6 +271,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
             self._whole._kept["flattened", flat.mesh_dim_names] = flat
         return flat
 
+    @without_our_frames
     def lines(self, dim: int | str | Sequence[int | str] | None = None) -> Lines:
         """Return the groups along one dimension, several, or all.
 
@@ -308,6 +312,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
             self.session.ending.on_close.append(partial(forget, group))
         return group
 
+    @without_our_frames
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """Return the process group of a dimension, or of another mode of the layout that the mesh is of."""
         layout = self._layout_of

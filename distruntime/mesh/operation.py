@@ -46,6 +46,15 @@ def reduction_named(op: Op | str) -> Reduction:
     return Reduction(op.upper())
 
 
+def require_lines(lines: object) -> None:
+    """Raise `UsageError` for what is no lines of a mesh."""
+    if not isinstance(lines, Lines):
+        raise UsageError(
+            "this runs along the lines of a mesh, mesh.lines('tp') or mesh.lines() of all members, "
+            f"got {lines!r}"
+        )
+
+
 def on_mesh_of(lines: Lines, value: object) -> DistributedTensor:
     """Return a tensor; raise `PlacementError` unless it lives on the mesh of these lines."""
     remedy = "Send it to all members: x.to(mesh.device)"

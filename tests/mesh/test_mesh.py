@@ -206,6 +206,23 @@ def test_operands_of_other_members_are_refused(mesh: Mesh) -> None:
     same(x + torch.tensor(1.0), torch.full((2,), 2.0))
 
 
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda mesh: mesh["ep"],
+        lambda mesh: mesh.select(dp=9),
+        lambda mesh: mesh.lines("ep"),
+        lambda mesh: mesh.coordinate("ep"),
+        lambda mesh: dr.lines.broadcast(mesh.lines(), torch.ones(2, device=mesh.device), 9),
+        lambda mesh: dr.lines.all_reduce(mesh.lines(), torch.ones(2)),
+    ],
+)
+def test_a_mistake_shows_the_callers_lines_alone(mesh: Mesh, mistake: Callable[[Mesh], Any]) -> None:
+    with pytest.raises(dr.DistruntimeError) as caught:
+        mistake(mesh)
+    assert str(caught.traceback[-1].path) == __file__
+
+
 def test_bad_meshes_and_shards(mesh: Mesh) -> None:
     with pytest.raises(
         dr.PlacementError,

@@ -85,6 +85,14 @@ MISTAKES: dict[str, Callable[[torch.Tensor], object]] = {
     "load": lambda x: dr.load("/nowhere"),
     "detach": lambda x: dr.detach(),
     "a stream": lambda x: dr.Stream(9),
+    "a partition": lambda x: dr.Partition([9], 1),
+    "what is scattered": lambda x: dr.Partition([0], 1).scatter([1]),  # type: ignore[arg-type]
+    "what is gathered": lambda x: dr.Partition([0], 1).gather(x),  # type: ignore[arg-type]
+    "a primitive": lambda x: dr.primitives.all_gather(x, dr.Partition([0], 1), 0),  # type: ignore[arg-type]
+    "lines": lambda x: dr.lines.all_reduce("dp", x),  # type: ignore[arg-type]
+    "attention": lambda x: dr.lines.attention("tp", x, x, x),  # type: ignore[arg-type]
+    "a sharded optimizer": lambda x: dr.ShardedOptimizer([x], "SGD", x),  # type: ignore[arg-type]
+    "a moving average": lambda x: dr.ShardedEMA(torch.nn.Linear(1, 1), 2.0),
     "an untyped storage": lambda x: torch.UntypedStorage(3, device=REMOTE),
     "a storage": lambda x: torch.ones(3).untyped_storage().to(REMOTE),
     "a device's memory": lambda x: torch.remote.memory_allocated(9),  # type: ignore[attr-defined]

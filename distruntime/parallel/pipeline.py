@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, pairwise
 from typing import Any
 
@@ -43,12 +46,54 @@ class _Schedule(_Runtime):  # type: ignore[misc]
         self._divisor = divisor
 
     def _compute_loss(self, output: Any, target: Any, *_: Any) -> torch.Tensor:
-        loss = require_loss(self._loss_fn(output, target))
+        try:
+            loss = require_loss(self._loss_fn(output, target))
+        except (AttributeError, TypeError) as error:
+            if target is not None:
+                raise
+            raise UsageError(
+                f"loss_fn(output, None) failed ({error}): pipe.step(x, target=y) gives it a target"
+            ) from error
         self.losses.append(loss.detach())
         return loss if self._divisor == 1 else loss / self._divisor
 
     def _initialize_stages(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
+
+
+class _Whole(logging.Filter):
+    """Keeps torch from logging the whole schedule, in steps of rank 0, above each error of a step here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here = threading.local()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        failed: list[Any] | None = getattr(self.here, "failed", None)
+        if failed is None or record.levelno != logging.ERROR:
+            return True
+        failed += [one for one in record.args or () if isinstance(one, _torch._Action)]
+        return False
+
+
+_whole = _Whole()
+_torch.logger.addFilter(_whole)
+
+
+@contextmanager
+def _noted() -> Iterator[None]:
+    """Note on an error which pass of which stage it comes from. Errors take notes from Python 3.11 on."""
+    failed = _whole.here.failed = []
+    try:
+        yield
+    except Exception as error:
+        if failed and hasattr(error, "add_note"):
+            action = failed[0]
+            part = "" if action.microbatch_index is None else f", micro-batch {action.microbatch_index}"
+            error.add_note(f"  in {action} of the pipeline: stage {action.stage_index}{part}")
+        raise
+    finally:
+        _whole.here.failed = None
 
 
 class Pipeline:
@@ -162,7 +207,8 @@ class Pipeline:
             stage.has_backward = training
             stage.clear_runtime_states()
         try:
-            run._step_microbatches(parts, named, targets, None, return_outputs)
+            with _noted():
+                run._step_microbatches(parts, named, targets, None, return_outputs)
             if losses is not None:
                 losses += run.losses
             outputs = last.output_chunks

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -363,6 +365,25 @@ def test_a_step_that_fails_leaves_the_next_one_alone(four_gpus: None) -> None:
     pipe.zero_grad()
     pipe.step(x, target=y)
     same_gradients(stages, serial)
+
+
+def test_an_error_says_which_pass_it_is_and_logs_no_schedule(
+    four_gpus: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch logged a line for each pass of the schedule, above the traceback."""
+    stages, (x, y) = sent(layers(2), "1F1B"), batch(8)
+    pipe = dr.pipeline(stages, 4, loss_fn=nn.functional.mse_loss)
+    logger = logging.getLogger("torch.distributed.pipelining.schedules")
+    monkeypatch.setattr(logger, "handlers", [caplog.handler])
+    with pytest.raises(RuntimeError) as caught:
+        pipe.step(torch.randn(8, WIDTH + 1), target=y)
+    if sys.version_info >= (3, 11):
+        assert caught.value.__notes__ == ["  in 0F0 of the pipeline: stage 0, micro-batch 0"]
+    with pytest.raises(dr.UsageError, match=r"loss_fn\(output, None\) failed \(.*step\(x, target=y\) gives"):
+        pipe.step(x)
+    assert not caplog.records
+    free = dr.pipeline(stages, 4, loss_fn=lambda out, _: out.square().mean())
+    assert free.step(x).shape == y.shape
 
 
 def test_what_is_refused(four_gpus: None) -> None:

@@ -20,7 +20,9 @@ class Pieces:
     """How a list of tensors is cut over the members of each line.
 
     Member k of n has the k-th n-th of each tensor's numbers. The last pieces end with zeros where n does not
-    divide the tensor. One collective moves the pieces of all tensors of one dtype.
+    divide the tensor. A tensor without dimensions is one number, and every member has it: an optimizer's
+    state of it has no dimensions either, so nobody could tell what of that is cut. One collective moves the
+    pieces of all tensors of one dtype.
     """
 
     def __init__(self, lines: Lines, like: Sequence[torch.Tensor]) -> None:
@@ -39,7 +41,7 @@ class Pieces:
 
     def whole(self, pieces: Sequence[torch.Tensor], at: Sequence[int]) -> list[torch.Tensor]:
         """Return the tensors whose pieces the members have, whole at each member."""
-        rows = collectives.all_gather(self._lines, torch.cat(list(pieces))[None])
+        rows = collectives.all_gather(self._lines, torch.cat([piece.reshape(-1) for piece in pieces])[None])
         parts = rows.split([self.lengths[k] for k in at], 1)
         return [
             part.reshape(-1)[: self._shapes[k].numel()].view(self._shapes[k])
@@ -50,6 +52,9 @@ class Pieces:
         """Return a matrix with a row for each member."""
         rows = []
         for tensor, k in zip(tensors, at, strict=True):
+            if not self._shapes[k]:
+                rows.append(tensor.expand(self._lines.size, 1))
+                continue
             lacking = self.lengths[k] * self._lines.size - tensor.numel()
             flat = (
                 torch.nn.functional.pad(tensor.reshape(-1), (0, lacking)) if lacking else tensor.reshape(-1)
@@ -58,7 +63,8 @@ class Pieces:
         return torch.cat(rows, 1)
 
     def _split(self, row: torch.Tensor, at: Sequence[int]) -> list[torch.Tensor]:
-        return [part.clone() for part in row.split([self.lengths[k] for k in at])]
+        parts = row.split([self.lengths[k] for k in at])
+        return [(part if self._shapes[k] else part[0]).clone() for part, k in zip(parts, at, strict=True)]
 
 
 def require_on(mesh: DeviceMesh, parameters: Iterable[torch.Tensor], who: str) -> None:

@@ -159,8 +159,9 @@ class ShardedOptimizer(optim.Optimizer):
         pieces = self._pieces.reduced(gradients, at, self._reduce)
         others = self._mesh.others()
         if others is not None:
-            joined = collectives.all_reduce(others, torch.cat(pieces), self._reduce)
-            pieces = list(joined.split([len(piece) for piece in pieces]))
+            flat = torch.cat([piece.reshape(-1) for piece in pieces])
+            joined = collectives.all_reduce(others, flat, self._reduce).split([piece.numel() for piece in pieces])
+            pieces = [found.view(piece.shape) for found, piece in zip(joined, pieces, strict=True)]
         return pieces
 
     # -- the state -------------------------------------------------------------------------------------------

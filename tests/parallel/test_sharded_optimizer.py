@@ -132,6 +132,43 @@ def test_groups_and_parameters_without_a_gradient(mesh: Mesh) -> None:
     alike(there, here)
 
 
+class Scaled(nn.Module):
+    """It ends with a factor that is one number, as the temperature of CLIP is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.factor = model(), nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.inner(x) * self.factor
+        return found
+
+
+@pytest.mark.parametrize("reduce", [None, "avg"])
+def test_a_parameter_without_dimensions(mesh: Mesh, reduce: Any) -> None:
+    here, there = Scaled(), Scaled().to(mesh.device)
+    a = torch.optim.AdamW(here.parameters(), lr=0.05)
+    b = dr.ShardedOptimizer(there.parameters(), torch.optim.AdamW, mesh["node"], reduce=reduce, lr=0.05)
+    for k, x in enumerate(batches(4)):
+        if k == 2:
+            # The state goes there and back.
+            state = b.state_dict()
+            for name, value in a.state_dict()["state"][0].items():
+                assert state["state"][0][name].shape == value.shape
+                torch.testing.assert_close(dr.fetch(state["state"][0][name]), value)
+            b = dr.ShardedOptimizer(there.parameters(), torch.optim.AdamW, mesh, reduce=reduce, lr=0.01)
+            b.load_state_dict(a.state_dict())
+        own = x.to(mesh.device) if reduce is None else dr.from_shards(list(x.chunk(4)), mesh)
+        for m, o, given in ((here, a, x), (there, b, own)):
+            m(given).square().mean().backward()
+            o.step()
+            o.zero_grad()
+    alike(there, here)
+    average = dr.ShardedEMA(there, 0.5, mesh["node"])
+    average.update()
+    torch.testing.assert_close(dr.fetch(average.state_dict()["factor"]), here.factor.detach())
+
+
 def test_parameters_in_bfloat16_with_masters_in_float32(mesh: Mesh) -> None:
     here, there = model(), model().to(mesh.device, torch.bfloat16)
     whole = torch.optim.SGD(here.parameters(), lr=1e-3)

@@ -77,26 +77,52 @@ class ShardedOptimizer(optim.Optimizer):
         if reduce not in (None, "avg", "sum"):
             raise UsageError(f'reduce is None, "avg" or "sum", got {reduce!r}')
         super().__init__(params, defaults)
-        self._parameters = [p for group in self.param_groups for p in group["params"]]
-        require_on(mesh, self._parameters, "ShardedOptimizer")
-        self._mesh, self._reduce = mesh, reduce
-        self._pieces = Pieces(mesh.lines(), self._parameters)
-        dtypes = [master_dtype or p.dtype for p in self._parameters]
-        with torch.no_grad():
-            self._shares = [
-                torch.nn.Parameter(self._pieces.own([p], [k])[0].to(dtype))
-                for k, (p, dtype) in enumerate(zip(self._parameters, dtypes))
-            ]
-        at, groups = 0, []
-        for group in self.param_groups:
-            count = len(group["params"])
-            groups.append({**group, "params": self._shares[at : at + count]})
-            at += count
+        self._mesh, self._reduce, self._master_dtype = mesh, reduce, master_dtype
+        self._parameters: list[torch.Tensor] = []
+        self._shares: list[torch.Tensor] = []
+        groups = [{**group, "params": self._shared_out(group["params"])} for group in self.param_groups]
         self._inner = optimizer_class(groups, **defaults)
-        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            # What the optimizer itself has filled in shows here, too.
-            outer.update({name: value for name, value in inner.items() if name != "params"})
+        self._show_inner()
         self.defaults = self._inner.defaults
+
+    def _shared_out(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Note parameters that are new, and return each member's shares of them."""
+        require_on(self._mesh, parameters, "ShardedOptimizer")
+        first = len(self._parameters)
+        self._parameters += parameters
+        self._pieces = Pieces(self._mesh.lines(), self._parameters)
+        with torch.no_grad():
+            shares: list[torch.Tensor] = [
+                torch.nn.Parameter(self._pieces.own([p], [k])[0].to(self._master_dtype or p.dtype))
+                for k, p in enumerate(parameters, first)
+            ]
+        self._shares += shares
+        return shares
+
+    def _show_inner(self) -> None:
+        """Show in the groups what the optimizer itself has filled in."""
+        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            outer.update({name: value for name, value in inner.items() if name != "params"})
+
+    @without_our_frames
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to those that are optimized, as `torch.optim.Optimizer` does.
+
+        Raises:
+            UsageError: a parameter is not on the mesh.
+        """
+        super().add_param_group(param_group)
+        if "_inner" not in self.__dict__:
+            # torch's constructor is at work, and the groups are shared out after it.
+            return
+        group = self.param_groups[-1]
+        try:
+            shares = self._shared_out(group["params"])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self._inner.add_param_group({**group, "params": shares})
+        self._show_inner()
 
     def __repr__(self) -> str:
         return f"<ShardedOptimizer of {self._inner!r} over {self._mesh!r}>"
@@ -160,7 +186,9 @@ class ShardedOptimizer(optim.Optimizer):
         others = self._mesh.others()
         if others is not None:
             flat = torch.cat([piece.reshape(-1) for piece in pieces])
-            joined = collectives.all_reduce(others, flat, self._reduce).split([piece.numel() for piece in pieces])
+            joined = collectives.all_reduce(others, flat, self._reduce).split(
+                [piece.numel() for piece in pieces]
+            )
             pieces = [found.view(piece.shape) for found, piece in zip(joined, pieces, strict=True)]
         return pieces
 
@@ -191,6 +219,9 @@ class ShardedOptimizer(optim.Optimizer):
         """Take the state of an optimizer of this class, whole, from any mesh or place. Return at once."""
         state: dict[int, dict[str, Any]] = {}
         for k, values in state_dict["state"].items():
+            if k >= len(self._parameters):
+                # The groups do not fit either, and the optimizer says so below.
+                continue
             shape = self._parameters[k].shape
             state[k] = {}
             for name, value in values.items():
@@ -201,5 +232,4 @@ class ShardedOptimizer(optim.Optimizer):
                     value = value.clone()
                 state[k][name] = value
         self._inner.load_state_dict({"state": state, "param_groups": state_dict["param_groups"]})
-        for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            outer.update({name: value for name, value in inner.items() if name != "params"})
+        self._show_inner()

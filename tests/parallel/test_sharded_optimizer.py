@@ -190,6 +190,31 @@ def test_parameters_in_bfloat16_with_masters_in_float32(mesh: Mesh) -> None:
     assert all(share.dtype == torch.float32 for share in optimizer._shares)
 
 
+def test_groups_that_are_added(mesh: Mesh) -> None:
+    here, there = model(), model().to(mesh.device)
+    a = torch.optim.AdamW(here[0].parameters(), lr=0.01)
+    b = dr.ShardedOptimizer(there[0].parameters(), torch.optim.AdamW, mesh["node"], lr=0.01)
+    for k, x in enumerate(batches(4)):
+        if k == 2:
+            a.add_param_group({"params": here[2].parameters(), "lr": 0.3})
+            b.add_param_group({"params": there[2].parameters(), "lr": 0.3})
+            assert b.param_groups[1]["betas"] == (0.9, 0.999)
+        for m, o, given in ((here, a, x), (there, b, x.to(mesh.device))):
+            m(given).square().mean().backward()
+            o.step()
+            m.zero_grad()
+    alike(there, here)
+    with pytest.raises(dr.UsageError, match="got one on cpu"):
+        b.add_param_group({"params": here[3].parameters()})
+    assert len(b.param_groups) == 2
+    b.load_state_dict(a.state_dict())
+    a.add_param_group({"params": here[3].parameters()})
+    here(x).square().mean().backward()
+    a.step()
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        b.load_state_dict(a.state_dict())
+
+
 def test_what_cannot_be_sharded(mesh: Mesh) -> None:
     there = model().to(mesh.device)
     with pytest.raises(dr.NotSupportedError, match="LBFGS needs whole parameters"):

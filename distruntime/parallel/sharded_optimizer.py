@@ -32,7 +32,8 @@ class ShardedOptimizer(optim.Optimizer):
 
     Learning rate schedulers, `zero_grad`, `state_dict` and groups are those of torch. The state dict has the
     whole state, as the optimizer has it without shares. So another mesh can load it, and that optimizer, too.
-    What others write into the parameters between steps counts, as with any optimizer.
+    With `master_dtype`, its "masters" are the numbers that the parameters are rounded from. What others write
+    into the parameters between steps counts, as with any optimizer.
 
     Args:
         params: parameters on the mesh, which all members hold alike, or groups of them.
@@ -211,7 +212,14 @@ class ShardedOptimizer(optim.Optimizer):
                 else value
                 for name, value in values.items()
             }
-        return {"state": state, "param_groups": found["param_groups"]}
+        whole = {"state": state, "param_groups": found["param_groups"]}
+        masters = {
+            k: self._pieces.whole([share.detach()], [k])[0]
+            for k, share in enumerate(self._shares)
+            if share.dtype != self._parameters[k].dtype
+        }
+        # Other optimizers leave an entry alone that they do not know.
+        return {**whole, "masters": masters} if masters else whole
 
     @without_our_frames
     @torch.no_grad()
@@ -233,3 +241,7 @@ class ShardedOptimizer(optim.Optimizer):
                 state[k][name] = value
         self._inner.load_state_dict({"state": state, "param_groups": state_dict["param_groups"]})
         self._show_inner()
+        for k, value in state_dict.get("masters", {}).items():
+            parameter, share = self._parameters[k], self._shares[k]
+            if share.dtype != parameter.dtype:
+                share.copy_(self._pieces.own([value.to(parameter.device)], [k])[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -188,6 +189,36 @@ def test_parameters_in_bfloat16_with_masters_in_float32(mesh: Mesh) -> None:
         assert q.dtype == torch.bfloat16
         torch.testing.assert_close(dr.fetch(q.detach()), p.detach().to(torch.bfloat16), atol=1e-2, rtol=1e-2)
     assert all(share.dtype == torch.float32 for share in optimizer._shares)
+
+
+def test_masters_go_on_where_they_were(mesh: Mesh, tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, dr.ShardedOptimizer]:
+        m = model().to(mesh.device, torch.bfloat16)
+        return m, dr.ShardedOptimizer(
+            m.parameters(), torch.optim.AdamW, mesh, master_dtype=torch.float32, lr=1e-4
+        )
+
+    def train(m: nn.Module, o: dr.ShardedOptimizer) -> None:
+        for x in batches(5):
+            m(x.to(mesh.device, torch.bfloat16)).square().mean().backward()
+            o.step()
+            o.zero_grad()
+
+    first, second = make(), make()
+    train(*first)
+    dr.save({"model": first[0], "optimizer": first[1]}, tmp_path)
+    saved = dr.load(tmp_path, place=mesh)
+    second[1].load_state_dict(saved["optimizer"])
+    second[0].load_state_dict(saved["model"])
+    train(*first)
+    train(*second)
+    for p, q in zip(first[1]._shares, second[1]._shares, strict=True):
+        for a, b in zip(dr.shards(p.detach()), dr.shards(q.detach())):
+            assert torch.equal(a, b)
+    # The optimizer without shares takes the state, too.
+    plain = torch.optim.AdamW(model().parameters())
+    plain.load_state_dict(dr.load(tmp_path, place="cpu")["optimizer"])
+    assert plain.param_groups[0]["lr"] == 1e-4
 
 
 def test_groups_that_are_added(mesh: Mesh) -> None:

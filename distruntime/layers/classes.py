@@ -12,7 +12,7 @@ from ..collectives.partition import Partition
 from ..collectives.plans import Cuts, coordinates, number, slices_of
 from ..collectives.reductions import ReduceOp
 from ..errors import UsageError, without_our_frames
-from .losses import Loss, Targets, Tensors, reduced_by
+from .losses import NARROW, Loss, Targets, Tensors, reduced_by
 from .weights import Copies, partition, require_default
 
 
@@ -63,8 +63,10 @@ class CrossEntropyLoss(Loss):
         cuts = self.P.cuts(given)
         targets = self._targets(target, cuts, but=1)
         weights = None if self.weight is None else self._copies(self.weight)
-        losses = self._of_cut_classes(given, targets, cuts) if self._cut else None
-        if losses is None:
+        if self._cut:
+            wide = [x.float() if x.dtype in NARROW else x for x in given]
+            losses = [y.to(x.dtype) for x, y in zip(given, self._of_cut_classes(wide, targets, cuts))]
+        else:
             losses = [
                 F.cross_entropy(
                     x,
@@ -80,17 +82,20 @@ class CrossEntropyLoss(Loss):
             return losses
         # Places with the same batch and other classes have the same losses.
         first = [not (self._cut and index[1]) for index in coordinates(self.P.shape)]
-        total = self._sum([x.sum() * f for x, f in zip(losses, first)])
+        dtype = given[0].dtype
+        # These types count to 256 and to 2,048 exactly, and one of them to 65,504 at all.
+        sums = torch.float32 if dtype in NARROW else dtype
+        total = self._sum([x.sum(dtype=sums) * f for x, f in zip(losses, first)])
         if self.reduction == "sum":
-            return total
+            return total.to(dtype)
         with torch.no_grad():
             counted = [t != self.ignore_index for t in targets]
             shares = [
-                c.sum().to(x.dtype) if weights is None else (weights[k][t.clamp(0)] * c).sum()
-                for k, (x, t, c) in enumerate(zip(losses, targets, counted))
+                (c if weights is None else weights[k][t.clamp(0)] * c).sum(dtype=sums)
+                for k, (t, c) in enumerate(zip(targets, counted))
             ]
             count = self._sum([s * f for s, f in zip(shares, first)])
-        return total / count
+        return (total / count).to(dtype)
 
     def _of_cut_classes(self, xs: Tensors, targets: Tensors, cuts: Cuts) -> Tensors:
         """Return each place's losses, of classes that other places have, too."""

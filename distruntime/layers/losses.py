@@ -18,6 +18,8 @@ from ..errors import UsageError, without_our_frames
 from .weights import partition
 
 Tensors = list[torch.Tensor]
+# Sums of many numbers of these types are made in float32.
+NARROW = (torch.float16, torch.bfloat16)
 Targets = torch.Tensor | Sequence[torch.Tensor]
 
 
@@ -69,18 +71,31 @@ class _Elements(Loss):
         given = self.P.check(xs, "xs")
         cuts = self.P.cuts(given)
         targets = self._targets(target, cuts)
+        sizes = [sum(lengths) for lengths in cuts]
+        if self.reduction == "mean" and given[0].dtype in NARROW and prod(sizes):
+            return self._narrow_mean(given, targets, cuts, prod(sizes))
         how = "none" if self.reduction == "none" else "sum"
         parts = [self._part(x, t, how, cuts, k) for k, (x, t) in enumerate(zip(given, targets))]
         if self.reduction == "none":
             return parts
         total = self._sum(parts)
-        sizes = [sum(lengths) for lengths in cuts]
         match self.reduction:
             case "mean":
                 return total / prod(sizes)
             case "batchmean":
                 return total / sizes[0]
         return total
+
+    def _narrow_mean(
+        self, xs: Sequence[torch.Tensor], targets: Tensors, cuts: Cuts, count: int
+    ) -> torch.Tensor:
+        """Return the mean of numbers of a type in which their sum may be infinite, where the mean is not."""
+        parts = [
+            # The mean of nothing would be NaN.
+            self._part(x, t, "mean" if x.numel() else "sum", cuts, k).float() * (x.numel() / count)
+            for k, (x, t) in enumerate(zip(xs, targets))
+        ]
+        return self._sum(parts).to(xs[0].dtype)
 
     def _part(self, x: torch.Tensor, target: torch.Tensor, how: str, cuts: Cuts, k: int) -> torch.Tensor:
         """Return the loss of the k-th place's elements, or their sum."""

@@ -110,6 +110,27 @@ def test_a_cross_entropy_is_the_serial_one(reduction: str, shape: tuple[int, ...
     assert_as_serial(theirs, ours, on, numbers(SIZE, 1), target)
 
 
+@pytest.mark.parametrize("kind", ["MSELoss", "L1Loss", "BCEWithLogitsLoss"])
+def test_a_mean_of_narrow_numbers_is_finite_where_their_sum_is_not(kind: str) -> None:
+    # Some places of this partition have nothing.
+    on = spaced((2, 5))
+    x, target = torch.full((300, 4, 200), 3.0).half(), torch.zeros(300, 4, 200).half()
+    x[0, 0, :100] = -1.5
+    assert_as_serial(getattr(torch.nn, kind)(), getattr(nn, kind)(on), on, x, target)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_cross_entropy_of_many_narrow_numbers(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    # More than float16 can count, and losses whose sum is above that.
+    on, rows = spaced(shape), 70_001
+    x, target = numbers((rows, 4), 1).to(dtype), torch.arange(rows) % 4
+    found = nn.CrossEntropyLoss(on)(on.scatter(x), target)
+    assert isinstance(found, torch.Tensor) and found.dtype == dtype
+    expected = torch.nn.functional.cross_entropy(x.float(), target)
+    torch.testing.assert_close(found.cpu().float(), expected, rtol=4e-3, atol=0)
+
+
 def test_weights_and_targets_may_be_cut_in_another_way() -> None:
     on = over([5, 2], (2,))
     x, target, weight = numbers((5,), 1), numbers((5,), 2).sigmoid(), numbers((5,), 3).sigmoid()

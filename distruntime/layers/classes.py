@@ -46,7 +46,8 @@ class CrossEntropyLoss(Loss):
         self._cut = P.dim > 1 and P.shape[1] > 1
         if self._cut:
             require_default(label_smoothing, 0.0, "label_smoothing", "CrossEntropyLoss with classes cut")
-            require_default(weight is None, True, "weight=None", "CrossEntropyLoss with classes cut")
+            given = None if weight is None else tuple(weight.shape)
+            require_default(given, None, "weight", "CrossEntropyLoss with classes cut")
         self._copies = Copies(P, [None])
         self.register_buffer("weight", None if weight is None else weight.to(P.homes[0].device))
 
@@ -91,7 +92,8 @@ class CrossEntropyLoss(Loss):
         with torch.no_grad():
             counted = [t != self.ignore_index for t in targets]
             shares = [
-                (c if weights is None else weights[k][t.clamp(0)] * c).sum(dtype=sums)
+                # What is ignored may be the number of no class.
+                (c if weights is None else weights[k][torch.where(c, t, 0)] * c).sum(dtype=sums)
                 for k, (t, c) in enumerate(zip(targets, counted))
             ]
             count = self._sum([s * f for s, f in zip(shares, first)])
@@ -102,14 +104,17 @@ class CrossEntropyLoss(Loss):
         with torch.no_grad():
             highest = self._highest([_highest(x) for x in xs])
         sums = primitives.all_sum_reduce([(x - m).exp().sum(1) for x, m in zip(xs, highest)], self.P, 1)
-        picked = []
+        picked, classes = [], sum(cuts[1])
         for x, target, where in zip(xs, targets, slices_of(cuts)):
             begin, count = where[1].start, where[1].stop - where[1].start
             if not count:
                 picked.append(x.sum(1))
                 continue
             inside = (target >= begin) & (target < begin + count)
-            own = x.gather(1, (target - begin).clamp(0, count - 1).unsqueeze(1)).squeeze(1)
+            elsewhere = ((target >= 0) & (target < classes)) | (target == self.ignore_index)
+            # The number of no class is beyond these classes, too, so torch refuses it here.
+            at = torch.where(inside, target - begin, torch.where(elsewhere, 0, target))
+            own = x.gather(1, at.unsqueeze(1)).squeeze(1)
             picked.append(torch.where(inside, own, torch.zeros_like(own)))
         wanted = primitives.all_sum_reduce(picked, self.P, 1)
         return [

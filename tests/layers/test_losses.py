@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -108,6 +109,30 @@ def test_a_cross_entropy_is_the_serial_one(reduction: str, shape: tuple[int, ...
     options: dict[str, Any] = dict(reduction=reduction, weight=weight, label_smoothing=0.0 if cut else 0.1)
     theirs, ours = torch.nn.CrossEntropyLoss(**options), nn.CrossEntropyLoss(on, **options)
     assert_as_serial(theirs, ours, on, numbers(SIZE, 1), target)
+
+
+def test_what_is_ignored_may_be_the_number_of_no_class() -> None:
+    on, target = spaced((2, 1, 3)), torch.arange(21).reshape(3, 7) % 4
+    target[target == 2] = 255
+    options: dict[str, Any] = dict(weight=torch.tensor([1.0, 2.0, 0.5, 3.0]).double(), ignore_index=255)
+    theirs, ours = torch.nn.CrossEntropyLoss(**options), nn.CrossEntropyLoss(on, **options)
+    assert_as_serial(theirs, ours, on, numbers(SIZE, 1), target)
+    cut = spaced((2, 3))
+    theirs, ours = torch.nn.CrossEntropyLoss(ignore_index=255), nn.CrossEntropyLoss(cut, ignore_index=255)
+    assert_as_serial(theirs, ours, cut, numbers(SIZE, 1), target)
+
+
+@pytest.mark.parametrize("number", [-1, 4, 255])
+@pytest.mark.parametrize("shape", [(2,), (1, 3), (1, 6)], ids=str)
+def test_a_target_of_no_class_is_refused(shape: tuple[int, ...], number: int) -> None:
+    on = spaced(shape)
+    loss = nn.CrossEntropyLoss(on)(on.scatter(numbers((2, 4), 1)), torch.tensor([0, number]))
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        loss.item()
+    # Each place with some of the classes has refused it.
+    for _ in on.places:
+        with contextlib.suppress(IndexError, RuntimeError):
+            dr.synchronize()
 
 
 @pytest.mark.parametrize("kind", ["MSELoss", "L1Loss", "BCEWithLogitsLoss"])

@@ -72,7 +72,7 @@ class _Elements(Loss):
         cuts = self.P.cuts(given)
         targets = self._targets(target, cuts)
         sizes = [sum(lengths) for lengths in cuts]
-        if self.reduction == "mean" and given[0].dtype in NARROW and prod(sizes):
+        if self.reduction == "mean" and given[0].dtype in NARROW and all(sizes):
             return self._narrow_mean(given, targets, cuts, prod(sizes))
         how = "none" if self.reduction == "none" else "sum"
         parts = [self._part(x, t, how, cuts, k) for k, (x, t) in enumerate(zip(given, targets))]

@@ -89,7 +89,7 @@ def _prepare() -> None:
     buffer = _tensor.placement_types.MaskBuffer
     buffer.apply_mask = _masking(buffer.apply_mask)
     handlers = _tensor.DTensor._op_dispatcher._custom_op_handlers
-    handlers[torch.ops.aten.equal.default] = functools.partial(_equal_dtensors, handlers)
+    handlers[torch.ops.aten.equal.default] = _equal_dtensors
     for op in (torch.ops.aten.argmax.default, torch.ops.aten.argmin.default):
         handlers[op] = functools.partial(_index_of, handlers[op])
     torch_operators.prepare(handlers)
@@ -194,7 +194,7 @@ def _masking(apply: Callable[..., None]) -> Callable[..., None]:
     return choose
 
 
-def _equal_dtensors(handlers: dict[Any, Any], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _equal_dtensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """torch compares the shards, then asks all ranks with a tensor on the mesh's device type.
 
     Here comparing has asked all members.
@@ -204,11 +204,7 @@ def _equal_dtensors(handlers: dict[Any, Any], func: Any, args: Sequence[Any], kw
         not all(home_of(getattr(t, "_local_tensor", None)) for t in args)
         or one.device_mesh != other.device_mesh
     ):
-        mine = handlers.pop(func)
-        try:
-            return func(*args, **kwargs)
-        finally:
-            handlers[func] = mine
+        return torch_operators.as_torch(func, args, kwargs)
     if one.shape != other.shape:
         return False
     with torch.no_grad():

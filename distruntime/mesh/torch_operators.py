@@ -8,6 +8,7 @@ way. DTensors on other meshes are as torch has them.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ def prepare(handlers: dict[Any, Handler]) -> None:
     Raises `AttributeError` for what torch has moved.
     """
     ours: dict[Any, Callable[..., Any]] = {op: _by_formula for op in _OF_THE_WHOLE}
-    ours.update({op: functools.partial(_mean, handlers) for op in _MEANS})
+    ours.update({op: _mean for op in _MEANS})
     ours[_aten.nll_loss_forward.default] = ours[_aten.nll_loss2d_forward.default] = _nll_loss
     ours[_aten.convolution.default] = _convolution
     ours[_aten.convolution_backward.default] = _convolution_backward
@@ -66,8 +67,10 @@ def prepare(handlers: dict[Any, Handler]) -> None:
         if op not in decomposition_table:
             raise AttributeError(f"torch._decomp has no formula of {op}")
     for op, compute in ours.items():
-        handlers[op] = _of_meshes(handlers, handlers.get(op), compute)
+        handlers[op] = _of_meshes(handlers.get(op), compute)
     kept = dict(handlers)
+    kind: Any = type(_tensor.DTensor._op_dispatcher)
+    kind._custom_op_handlers = property(_handlers, _set_handlers)
     # Up to torch 2.11 DTensor has no strategy for it, and redistributing below autograd needs one. From 2.15
     # on it has both of another kind.
     strategies = _tensor.DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
@@ -89,7 +92,7 @@ def _giving_back(disable: Callable[[], None], kept: dict[Any, Handler]) -> Calla
     return choose
 
 
-def _of_meshes(handlers: dict[Any, Handler], own: Handler | None, compute: Callable[..., Any]) -> Handler:
+def _of_meshes(own: Handler | None, compute: Callable[..., Any]) -> Handler:
     """Return what computes an operator of DTensors on one mesh of ours, and leaves others to torch."""
 
     def choose(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -100,29 +103,56 @@ def _of_meshes(handlers: dict[Any, Handler], own: Handler | None, compute: Calla
             and t.device_mesh == tensors[0].device_mesh
             for t in tensors
         ):
-            return own(func, args, kwargs) if own is not None else _as_torch(handlers, func, args, kwargs)
+            return own(func, args, kwargs) if own is not None else as_torch(func, args, kwargs)
         with torch.no_grad():
             return compute(func, *args, **kwargs)
 
     return choose
 
 
-def _as_torch(handlers: dict[Any, Handler], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    mine = handlers.pop(func)
+class _AsTorch(threading.local):
+    """The operators that this thread computes in torch's way."""
+
+    ops: tuple[Any, ...] = ()
+
+
+_as_torch = _AsTorch()
+_TABLE = "_custom_op_handlers"
+
+
+def _handlers(dispatcher: Any) -> dict[Any, Handler]:
+    """The handlers of DTensor's dispatcher, as the calling thread is to see them.
+
+    Other threads need them meanwhile, so none is taken out. And `context_parallel` puts another table there.
+    """
+    table: dict[Any, Handler] = vars(dispatcher)[_TABLE]
+    if not _as_torch.ops:
+        return table
+    return {op: handler for op, handler in table.items() if op not in _as_torch.ops}
+
+
+def _set_handlers(dispatcher: Any, table: dict[Any, Handler]) -> None:
+    vars(dispatcher)[_TABLE] = table
+
+
+def as_torch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Compute an operator of DTensors as torch does without a handler."""
+    before = _as_torch.ops
+    _as_torch.ops = (*before, func)
     try:
         return func(*args, **kwargs)
     finally:
-        handlers[func] = mine
+        _as_torch.ops = before
 
 
 def _by_formula(func: Any, *args: Any, **kwargs: Any) -> Any:
     return decomposition_table[func](*args, **kwargs)
 
 
-def _mean(handlers: dict[Any, Handler], func: Any, *args: Any, **kwargs: Any) -> Any:
+def _mean(func: Any, *args: Any, **kwargs: Any) -> Any:
     if any(isinstance(getattr(t, "_local_tensor", None), UnevenTensor) for t in args):
         return _by_formula(func, *args, **kwargs)
-    return _as_torch(handlers, func, args, kwargs)
+    return as_torch(func, args, kwargs)
 
 
 def _local(t: Any, layout: Sequence[Any]) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import loss_parallel
 
 import distruntime as dr
@@ -173,3 +176,37 @@ def test_gradients_of_one_index_from_behind(mesh: dr.DeviceMesh) -> None:
     for cut, dim in itertools.product((0, 1), (-1, -2)):
         agree(mesh, lambda t: t.select(dim, -1), (x,), ([Shard(cut)] * mesh.ndim,))  # noqa: B023
         agree(mesh, lambda t: torch.trapezoid(t, dx=3.0, dim=dim), (x,), ([Shard(cut)] * mesh.ndim,))  # noqa: B023
+
+
+def test_losses_of_several_threads(two_workers: None) -> None:
+    """While one thread's loss was torch's own, the other's was torch's own, too, with its mistakes."""
+    mesh = make("4")
+    found: dict[int, list[torch.Tensor]] = {8: [], 7: []}
+
+    def train(rows: int) -> None:
+        t = distribute_tensor(torch.arange(rows * 4.0).reshape(rows, 4), mesh, [Shard(0)])
+        for _ in range(40):
+            found[rows].append(F.mse_loss(t, t * 0.5).full_tensor())
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=train, args=(rows,)) for rows in (8, 8, 7)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    for rows, count in ((8, 80), (7, 40)):
+        x = torch.arange(rows * 4.0).reshape(rows, 4)
+        same(torch.stack(found[rows]), F.mse_loss(x, x * 0.5).expand(count))
+
+
+def test_losses_inside_context_parallel(two_workers: None) -> None:
+    """It puts another table of handlers there, in which none was left to torch."""
+    mesh, x = make("4"), torch.arange(32.0).reshape(8, 4)
+    t, positions = distribute_tensor(x, mesh, [Shard(0)]), torch.arange(16.0).to(mesh.device)
+    with context_parallel(mesh, buffers=[positions], buffer_seq_dims=[0]):
+        same(F.mse_loss(t, t * 0.5), F.mse_loss(x, x * 0.5))
+        assert torch.equal(t, t)

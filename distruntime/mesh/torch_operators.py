@@ -40,6 +40,7 @@ _MEANS = (
     _aten.smooth_l1_loss.default,
     _aten.huber_loss.default,
     _aten.binary_cross_entropy.default,
+    _aten.binary_cross_entropy_with_logits.default,
     _aten.soft_margin_loss.default,
 )
 
@@ -63,6 +64,7 @@ def prepare(handlers: dict[Any, Handler]) -> None:
     for op in (_aten.any.default, _aten.any.dim, _aten.any.dims):
         ours[op] = _any
     ours[_aten.select_backward.default] = _select_backward
+    ours[_aten.fill_.Scalar] = _fill
     for op in (*_OF_THE_WHOLE, *_MEANS):
         if op not in decomposition_table:
             raise AttributeError(f"torch._decomp has no formula of {op}")
@@ -256,3 +258,16 @@ def _select_backward(func: Any, grad: Any, sizes: Sequence[int], dim: int, index
     local = _local(grad, layout)
     own = [*local.shape[:dim], sizes[dim], *local.shape[dim:]]
     return _as_dtensor(func(local, own, dim, index), mesh, moved)
+
+
+def _fill(func: Any, x: Any, value: Any) -> Any:
+    """Give all numbers of a tensor one value. Where it is a sum, torch gives each of its terms that value.
+
+    torch's C++ computes 1 - x so, as in a cosine loss.
+    """
+    mesh, local = x.device_mesh, x._local_tensor
+    summed = [mesh.coordinate(k) for k, p in enumerate(x.placements) if p.is_partial("sum")]
+    func(local, value)
+    if summed:
+        local.masked_fill_(sum(summed) > 0, 0)
+    return x

@@ -87,6 +87,15 @@ def test_losses_and_their_gradients(mesh: dr.DeviceMesh, name: str) -> None:
     agree(mesh, lambda a, b: LOSSES[name](a, b, reduction="none"), (x, target), kinds[1:])
 
 
+@pytest.mark.parametrize("rows", [7, 3])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_uneven_shards(two_workers: None, name: str, rows: int) -> None:
+    """The mean of the shards' means is another one, and of three rows one of four members has none."""
+    x, target = torch.rand(2, rows, 5, generator=torch.Generator().manual_seed(0)) * 0.8 + 0.1
+    for dim in (0, 1):
+        agree(make("4"), LOSSES[name], (x, target), ([Shard(dim)], [Shard(dim)]))
+
+
 @pytest.mark.parametrize("mesh", ["2", "2x2"], indirect=True)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_classes_of_which_some_do_not_count(mesh: dr.DeviceMesh, reduction: str) -> None:
@@ -210,3 +219,16 @@ def test_losses_inside_context_parallel(two_workers: None) -> None:
     with context_parallel(mesh, buffers=[positions], buffer_seq_dims=[0]):
         same(F.mse_loss(t, t * 0.5), F.mse_loss(x, x * 0.5))
         assert torch.equal(t, t)
+
+
+def test_a_sum_that_is_filled(mesh: dr.DeviceMesh) -> None:
+    """Each member's part of the sum was filled: for four, 1 - x was 4 - x in a cosine loss."""
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    cut: list[Placement] = [Shard(1)] * mesh.ndim
+    total = distribute_tensor(x, mesh, cut).sum(1)
+    same(torch.empty_like(total).fill_(3.0), torch.full((5,), 3.0))
+    same(total.long().fill_(3), torch.full((5,), 3))
+    for sign in (1.0, -1.0):
+        target = torch.full((5,), sign)
+        whole: list[Placement] = [Replicate()] * mesh.ndim
+        agree(mesh, F.cosine_embedding_loss, (x, x.roll(1, 0), target), (cut, cut, whole), 2)

@@ -55,11 +55,14 @@ class _Batch(torch.nn.modules.batchnorm._BatchNorm):
             means, variances = self._copies(self.running_mean), self._copies(self.running_var)
             return [
                 F.batch_norm(x, mean, var, _at(weights, k), _at(biases, k), False, 0.0, self.eps)
+                # torch's batch norm takes no tensor without channels.
+                if x.shape[1]
+                else _scaled(x, _along(_at(weights, k), x.dim()), _along(_at(biases, k), x.dim()))
                 for k, (x, mean, var) in enumerate(zip(given, means, variances))
             ]
         size = [sum(lengths) for lengths in cuts]
         count = prod(size) // max(size[1], 1)
-        if self.training and count == 1:
+        if count == 1:
             # torch says it so.
             raise UsageError(
                 f"Expected more than 1 value per channel when training, got input size {torch.Size(size)}"

@@ -154,6 +154,19 @@ def test_a_norm_is_the_serial_one(name: str) -> None:
     torch.testing.assert_close(on.gather(ours(on.scatter(x))).detach(), theirs(x).detach())
 
 
+def test_places_without_channels_take_running_statistics() -> None:
+    on, x = spaced((1, 3)), numbers((4, 2, 5, 3), 0)
+    ours, theirs = pair(lambda P: nn.BatchNorm2d(P, 2), lambda: torch.nn.BatchNorm2d(2), on, torch.float64)
+    ours.eval(), theirs.eval()
+    here, there = (x.clone().requires_grad_() for _ in range(2))
+    expected, found = theirs(here), on.gather(ours(on.scatter(there)))
+    torch.testing.assert_close(found.detach(), expected.detach())
+    for y in (expected, found):
+        y.sin().sum().backward()
+    torch.testing.assert_close(there.grad, here.grad)
+    torch.testing.assert_close(ours.weight.grad.cpu(), theirs.weight.grad)
+
+
 def test_statistics_of_large_numbers_keep_their_digits() -> None:
     on, x = spaced((3, 1, 2)), numbers((6, 2, 50), 0, torch.float32) + 10_000
     ours, theirs = pair(lambda P: nn.BatchNorm1d(P, 2), lambda: torch.nn.BatchNorm1d(2), on, torch.float32)
@@ -299,6 +312,11 @@ def test_what_does_not_fit_says_what() -> None:
         (lambda: nn.Upsample(P, scale_factor=2, mode="area"), dr.NotSupportedError, "got mode='area'"),
         (lambda: nn.BatchNorm2d(P, 5)(P.scatter(x)), dr.UsageError, "5 features, .* 4 channels"),
         (lambda: nn.BatchNorm2d(P, 4)(P.scatter(torch.ones(1, 4, 1, 1))), dr.UsageError, "more than 1 value"),
+        (
+            lambda: nn.BatchNorm2d(P, 4, track_running_stats=False).eval()(P.scatter(torch.ones(1, 4, 1, 1))),
+            dr.UsageError,
+            "more than 1 value",
+        ),
         (lambda: nn.LayerNorm(over([0], (1,)), (6, 6)), dr.UsageError, "as many dimensions"),
         (lambda: nn.Linear(P, 5, 5)(P.scatter(x)), dr.UsageError, "with 5 features"),
         (lambda: nn.Each(torch.nn.Linear(2, 2)), dr.UsageError, "without parameters"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, final
@@ -173,17 +173,23 @@ class detect_nan(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = _remote([args, kwargs]) if self._overflow else ()
-        result = func(*args, **(kwargs or {}))
+        named = kwargs or {}
         # What has just been allocated may have any values.
-        made = [] if func.overloadpacket._qualified_op_name in _UNINITIALISED else _remote(result)
+        if func.overloadpacket._qualified_op_name in _UNINITIALISED:
+            return func(*args, **named)
+        finite: dict[object, torch.Tensor] = {}
+        if self._overflow and not _has_infinity([args, named]):
+            # The operator may write over what it is given.
+            finite = _finite(_remote([args, named]))
+        result = func(*args, **named)
+        # The optimizers' operators on lists return nothing.
+        made = _remote(result) or _remote(_written(func, args, named))
         if made:
-            overflow = self._overflow and bool(given) and not _has_infinity([args, kwargs])
-            self._look(str(func), made, given if overflow else ())
+            self._look(str(func), made, finite)
         return result
 
     def _look(
-        self, operator: str, made: Iterable[DistributedTensor], given: Iterable[DistributedTensor]
+        self, operator: str, made: Iterable[DistributedTensor], finite: Mapping[object, torch.Tensor]
     ) -> None:
         node = torch._C._current_autograd_node()
         if node is None:
@@ -197,13 +203,8 @@ class detect_nan(TorchDispatchMode):
         self._seen.append(seen)
         for tensor in made:
             bad = torch.isnan(tensor).any()
-            if given:
-                home = tensor._handle.place
-                finite = [torch.isfinite(one).all() for one in given if one._handle.place is home]
-                new = torch.isinf(tensor).any()
-                for one in finite:
-                    new = new & one
-                bad = bad | new
+            if tensor._handle.place in finite:
+                bad = bad | (torch.isinf(tensor).any() & finite[tensor._handle.place])
             key = (
                 tensor._handle.place,
                 current_streams.get().get((tensor.place.node, tensor.place.local_device)),
@@ -224,6 +225,24 @@ def _remote(tree: object) -> list[DistributedTensor]:
                 if t.is_floating_point() or t.is_complex():
                     found.append(t)
     return found
+
+
+def _written(func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
+    """Return the arguments that an operator writes."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args)) | dict(kwargs)
+    return [
+        given[argument.name]
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name in given
+    ]
+
+
+def _finite(given: Iterable[DistributedTensor]) -> dict[object, torch.Tensor]:
+    """Return, for each place that has some of these, whether all numbers of them there are finite."""
+    flags: dict[object, list[torch.Tensor]] = {}
+    for tensor in given:
+        flags.setdefault(tensor._handle.place, []).append(torch.isfinite(tensor).all())
+    return {home: torch.stack(found).all() for home, found in flags.items()}
 
 
 def _by_member(flags: torch.Tensor) -> list[torch.Tensor]:

@@ -111,3 +111,26 @@ def test_an_error_of_the_block_is_not_covered(session: Any) -> None:
     with pytest.raises(KeyError), dr.detect_nan():
         torch.tensor([-1.0]).to(REMOTE).log()
         raise KeyError
+
+
+@pytest.mark.parametrize("options", [dict(foreach=True), dict(fused=True), dict(foreach=False)], ids=str)
+def test_the_step_of_an_optimizer(session: Any, options: dict[str, Any]) -> None:
+    model = nn.Linear(4, 4).to(REMOTE)
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, float("inf"))
+    with pytest.raises(dr.NonFiniteError, match=r"aten\.\S+ was the first to give NaN"), dr.detect_nan():
+        optimizer.step()
+
+
+def test_an_operator_that_writes_over_what_it_is_given(session: Any) -> None:
+    for write in (
+        lambda x: x.mul_(1e30),
+        lambda x: torch._foreach_mul_([x], 1e30),
+        lambda x: torch.mul(x, 1e30, out=x),
+    ):
+        x = torch.full((3,), 1e30).to(REMOTE)
+        with pytest.raises(dr.NonFiniteError, match=r"mul\S* was the first"), dr.detect_nan(overflow=True):
+            write(x)
+        with dr.detect_nan(overflow=True):
+            write(x)  # it has infinities before

@@ -130,7 +130,8 @@ def _times(children: Sequence[torch.nn.Module], given: tuple[Any, ...]) -> list[
 def balanced(weights: Sequence[float], n: int) -> list[int]:
     """Return where parts two to `n` begin, so that the heaviest part is as light as it can be.
 
-    No part is empty.
+    No part is empty. What has no weight stays with what comes before it, unless a part has nothing else: an
+    activation may work in place, which it cannot do on what another stage hands on.
     """
     count = len(weights)
     before = [0.0]
@@ -153,7 +154,11 @@ def balanced(weights: Sequence[float], n: int) -> list[int]:
     for part in range(n - 1, 0, -1):
         end = best[part][end][1]
         starts.insert(0, end)
-    return starts
+    bounds = [*starts, count]
+    for k in range(len(starts)):
+        weighty = (begin for begin in range(bounds[k], bounds[k + 1]) if weights[begin])
+        bounds[k] = next(weighty, bounds[k])
+    return bounds[:-1]
 
 
 def _of_traced(

@@ -31,6 +31,9 @@ Values = tuple[Any, ...]
 # Before torch 2.13, its split backward pass refuses an input that has no part in the outputs.
 _TAKES_UNUSED = hasattr(_backward, "_autograd_grad_for_inputs")
 
+# torch says so of a write to a leaf, and of one to a view of a leaf.
+_IN_PLACE = "leaf Variable that requires grad is being used in an in-place operation"
+
 
 def home_of(module: torch.nn.Module, k: int) -> Residence | None:
     """Return where stage k is, None where it has no tensors; raise `PlacementError` for several places."""
@@ -129,7 +132,16 @@ class Stage(_Base):  # type: ignore[misc]
             # From torch 2.15 on, FSDP2 wants to know that somebody else says when a step's last pass is done.
             getattr(self.submod, "set_manual_backward_finalization", bool)(True)
         named = {name: value for name, value in (kwargs or {}).items() if self.takes(name)}
-        output = self.forward_maybe_with_nosync(*given, **self.bring(named, f"an input of stage {k}"))
+        try:
+            output = self.forward_maybe_with_nosync(*given, **self.bring(named, f"an input of stage {k}"))
+        except RuntimeError as error:
+            if self.is_first or _IN_PLACE not in str(error):
+                raise
+            raise UsageError(
+                f"stage {k} writes in place to what stage {k - 1} has handed on, which begins a graph of its "
+                f"own there: end stage {k - 1} with this layer, or let it make a new tensor, "
+                f"nn.ReLU(inplace=False) (torch says: {error})"
+            ) from None
         handed = (
             output if isinstance(output, tuple) else tuple(output) if isinstance(output, list) else (output,)
         )

@@ -386,6 +386,38 @@ def test_an_error_says_which_pass_it_is_and_logs_no_schedule(
     assert free.step(x).shape == y.shape
 
 
+def test_a_stage_that_begins_in_place(four_gpus: None) -> None:
+    """dr.split does not cut there. Where somebody else has, the error says what to do."""
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)
+    )
+    x, y = batch()
+    nn.functional.mse_loss(model(x), y).backward()
+    serial = dr.split(model, 2)
+    stages = sent(serial, "1F1B")
+    dr.pipeline(stages, 4, loss_fn=nn.functional.mse_loss).step(x, target=y)
+    same_gradients(stages, serial)
+    pipe = dr.pipeline(sent(dr.split(model, 2, by=["1"]), "1F1B"), 4, loss_fn=nn.functional.mse_loss)
+    with pytest.raises(dr.UsageError, match=r"stage 1 writes in place to what stage 0 .* end stage 0 with"):
+        pipe.step(x, target=y)
+    # Without gradients it may.
+    torch.testing.assert_close(pipe.eval(x).cpu(), model(x).detach(), atol=1e-6, rtol=1e-5)
+
+
+def test_a_loss_that_raises_comes_up_alone(
+    four_gpus: None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch would log a line for each pass of all stages."""
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no such class")
+
+    x, y = batch()
+    with pytest.raises(ValueError, match="no such class"):
+        dr.pipeline(sent(layers(2), "1F1B"), 4, loss_fn=loss_fn).step(x, target=y)
+    assert not caplog.records and "Full Schedule" not in capfd.readouterr().err
+
+
 def test_what_is_refused(four_gpus: None) -> None:
     stages = sent(layers(), "1F1B")
     mse = nn.functional.mse_loss

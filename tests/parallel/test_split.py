@@ -16,12 +16,15 @@ def test_the_heaviest_part_is_as_light_as_can_be() -> None:
     assert balanced([1, 2, 3, 4, 5], 3) == [3, 4]
     # No part is empty, also where nothing has a weight.
     assert balanced([0, 0, 7], 3) == [1, 2]
+    # What has no weight stays with what comes before it.
+    assert balanced([5, 0, 0, 5], 2) == [3]
+    assert balanced([5, 0, 5, 0, 0, 5, 0], 3) == [2, 5]
 
 
 def test_a_sequential_is_cut_between_its_children() -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8), nn.Linear(8, 8), nn.Linear(8, 1))
     parts = dr.split(model, 3)
-    assert [list(dict(part.named_children())) for part in parts] == [["0"], ["1", "2"], ["3", "4"]]
+    assert [list(dict(part.named_children())) for part in parts] == [["0", "1"], ["2"], ["3", "4"]]
     x = torch.randn(4, 8)
     assert torch.equal(parts[2](parts[1](parts[0](x))), model(x))
     keys = [key for part in parts for key in part.state_dict()]

@@ -67,6 +67,9 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[dr.Session]:
         nodes, cuda = options
         session = dr.init_master_worker(world_size=nodes, simulate_cuda=cuda, quiet=True, timeout=_STARTING)
         found = stash[_KEY] = _Open(options, session)
+    # What the test before has set is not this one's: its result would depend on the order of the tests.
+    dr.set_place(0)
+    dr.set_implicit_waits(True)
     yield found.session
     if found.fits(options):
         dr.synchronize()

@@ -27,6 +27,17 @@ def test_shares_the_session(cluster, k):
     assert seen == [cluster.nodes[0].pid]
 
 @pytest.mark.cluster(nodes=2, cuda=1)
+def test_sets_a_place():
+    assert torch.ones(1, device="remote").place == dr.place(0, "cuda:0")
+    dr.set_place(1, "cpu")
+    dr.set_implicit_waits(False)
+
+@pytest.mark.cluster(nodes=2, cuda=1)
+def test_begins_at_the_first_place():
+    assert torch.ones(1, device="remote").place == dr.place(0, "cuda:0")
+    assert seen == [dr.nodes()[0].pid]
+
+@pytest.mark.cluster(nodes=2, cuda=1)
 def test_leaves_a_failure():
     torch.ones(2, device="remote")[torch.full((1,), 9).to("remote")]
 
@@ -65,6 +76,7 @@ def test_a_marked_test_has_a_cluster(tmp_path: Path) -> None:
     out = _pytest(tmp_path, "-p", "no:distruntime", "-p", "distruntime.pytest_plugin", "-rA")
     passed = {name for name in re.findall(r"^PASSED .*::(\S+)", out, re.M)}
     assert passed >= {"test_marked", "test_shares_the_session[1]", "test_shares_the_session[2]"}, out
+    assert passed >= {"test_sets_a_place", "test_begins_at_the_first_place"}, out
     assert passed >= {"test_ends_its_session", "test_uses_the_fixture", "test_not_marked"}, out
     assert re.findall(r"^ERROR .*::(\S+)", out, re.M) == ["test_leaves_a_failure", "test_wrong"], out
     assert "IndexError" in out and "got {'nodes': 2, 'cuda': 0, 'gpus': 1}" in out

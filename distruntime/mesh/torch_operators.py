@@ -65,6 +65,7 @@ def prepare(handlers: dict[Any, Handler]) -> None:
         ours[op] = _any
     ours[_aten.select_backward.default] = _select_backward
     ours[_aten.fill_.Scalar] = _fill
+    ours[_aten._adaptive_avg_pool2d_backward.default] = _pool_backward
     for op in (*_OF_THE_WHOLE, *_MEANS):
         if op not in decomposition_table:
             raise AttributeError(f"torch._decomp has no formula of {op}")
@@ -225,6 +226,12 @@ def _convolution_backward(func: Any, grad: Any, x: Any, weight: Any, *options: A
         of_x = of_x.redistribute(mesh, _cut_beside(x.placements))
     summed = _summed_over(layout)
     return of_x, _as_dtensor(of_weight, mesh, summed), _as_dtensor(of_bias, mesh, summed)
+
+
+def _pool_backward(func: Any, grad: Any, x: Any) -> Any:
+    """The gradient of an adaptive pool. torch takes the height of a single image for its channels."""
+    layout = _cut_beside(x.placements, x.ndim - 2, x.ndim - 1)
+    return _as_dtensor(func(_local(grad, layout), _local(x, layout)), x.device_mesh, layout)
 
 
 def _scan(func: Any, x: Any, dim: int, **options: Any) -> Any:

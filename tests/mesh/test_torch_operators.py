@@ -232,3 +232,12 @@ def test_a_sum_that_is_filled(mesh: dr.DeviceMesh) -> None:
         target = torch.full((5,), sign)
         whole: list[Placement] = [Replicate()] * mesh.ndim
         agree(mesh, F.cosine_embedding_loss, (x, x.roll(1, 0), target), (cut, cut, whole), 2)
+
+
+@pytest.mark.parametrize("mesh", ["2", "2x2"], indirect=True)
+def test_gradients_of_adaptive_pools(mesh: dr.DeviceMesh) -> None:
+    """Of one image that is cut along its height, each member's gradient was that of a part."""
+    for size in ((5, 7, 8), (4, 6, 7, 8)):
+        x = torch.randn(size, generator=torch.Generator().manual_seed(0))
+        for dim in range(len(size)):
+            agree(mesh, lambda t: F.adaptive_avg_pool2d(t, (2, 3)), (x,), ([Shard(dim)] * mesh.ndim,))

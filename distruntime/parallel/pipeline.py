@@ -204,7 +204,7 @@ class Pipeline:
             self.microbatches if training and self._options["scale_grads"] else 1,
         )
         for stage in self._stages:
-            stage.has_backward = training
+            stage.has_backward, stage.microbatches = training, self.microbatches
             stage.clear_runtime_states()
         try:
             with _noted():

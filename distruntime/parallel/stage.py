@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import _backward
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import NotSupportedError, PlacementError, UsageError
@@ -73,6 +74,8 @@ class Stage(_Base):  # type: ignore[misc]
         self.log_prefix = f"[Stage {index}]"
         self.dw_builder = self._gradient_reduction_handle = None
         self.has_backward = False
+        # The step has so many micro-batches, and so many of them have come back.
+        self.microbatches = self._passes_back = 0
         self.output_chunks: list[Any] = []
         self._names = _names_of(module)
         # By micro-batch: what the stage before has handed on, what the stage after has handed back, and what
@@ -85,7 +88,7 @@ class Stage(_Base):  # type: ignore[misc]
 
     def clear_runtime_states(self) -> None:
         """Forget the last step."""
-        self.output_chunks = []
+        self.output_chunks, self._passes_back = [], 0
         for kept in (self._given, self._gradients, self._passed, self._for_weights, self._of_inputs):
             kept.clear()
 
@@ -177,6 +180,11 @@ class Stage(_Base):  # type: ignore[misc]
     ) -> None:
         """Run one micro-batch back. Without `full_backward`, the gradients of the weights come later."""
         outputs, given = self._passed.pop(bwd_chunk_id)
+        if isinstance(self.submod, DistributedDataParallel):
+            # It reduces what autograd adds to the weights. The half for the weights alone adds by itself.
+            full_backward = True
+            self._passes_back += 1
+            last_backward = self._passes_back == self.microbatches
         if self.is_last:
             work: dict[str, Any] = {"stage_output": (loss,), "output_grads": None}
         else:
@@ -198,6 +206,7 @@ class Stage(_Base):  # type: ignore[misc]
             self._for_weights[bwd_chunk_id] = {}
             found = [None] * len(leaves)
         elif full_backward:
+            self._for_weights[bwd_chunk_id] = {}
             found, _ = self.backward_maybe_with_nosync("full", _whole(work), last_backward=last_backward)
         elif not leaves:
             # There is nothing to hand back, so the whole backward pass is for the weights.
@@ -286,7 +295,7 @@ def _names_of(module: torch.nn.Module) -> frozenset[str] | None:
     """Return the names that a module's forward takes, None where it takes any."""
     forward: Callable[..., Any] = module.forward
     inner = getattr(module, "module", None)
-    if isinstance(module, torch.nn.parallel.DistributedDataParallel) and isinstance(inner, torch.nn.Module):
+    if isinstance(module, DistributedDataParallel) and isinstance(inner, torch.nn.Module):
         forward = inner.forward
     found = inspect.signature(forward).parameters.values()
     if any(one.kind is one.VAR_KEYWORD for one in found):

@@ -311,8 +311,8 @@ def pipeline(
 
     Raises:
         ConfigurationError: a schedule that torch has not, or numbers or places that it does not take.
-        UsageError: no modules, or two that share a parameter. PlacementError: a stage that is in this
-        process or in several places, or neighbours that cannot hand values on.
+        UsageError: no modules, two that share a parameter, or DDP around a part of one. PlacementError: a
+        stage that is in this process or in several places, or neighbours that cannot hand values on.
     """
     modules = list(stages)
     for k, module in enumerate(modules):
@@ -320,6 +320,12 @@ def pipeline(
             raise UsageError(
                 f"stages are modules, stage {k} is {type(module).__name__}: dr.split(model, n) makes them"
             )
+        for name, inner in module.named_modules():
+            if name and isinstance(inner, torch.nn.parallel.DistributedDataParallel):
+                raise UsageError(
+                    f"{name} of stage {k} is a DistributedDataParallel, which does not know a step's last "
+                    "micro-batch: wrap the whole stage, DistributedDataParallel(stage, process_group=...)"
+                )
     if not modules:
         raise UsageError(
             "a pipeline has at least one stage, got none: dr.split(model, n) makes stages of a model"

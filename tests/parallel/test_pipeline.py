@@ -259,6 +259,15 @@ def test_a_scaler_over_stages(four_gpus: None) -> None:
             torch.testing.assert_close(p.detach().cpu(), q.detach(), atol=1e-6, rtol=1e-5)
 
 
+def test_a_part_of_a_stage_under_ddp_is_refused(four_gpus: None) -> None:
+    mesh = dr.init_device_mesh("cuda", (2,), mesh_dim_names=("dp",))
+    inner = nn.parallel.DistributedDataParallel(
+        nn.Linear(WIDTH, WIDTH).to(mesh.device), process_group=mesh.get_group("dp")
+    )
+    with pytest.raises(dr.UsageError, match=r"0 of stage 0 is a DistributedDataParallel.* the whole stage"):
+        dr.pipeline([nn.Sequential(inner)], 2, "GPipe", nn.functional.mse_loss)
+
+
 @pytest.mark.parametrize("schedule", NAMES)
 def test_replicas_under_ddp_reduce_once(schedule: str, four_gpus: None) -> None:
     """Also where a schedule splits the backward pass, whose half for the weights DDP does not see."""

@@ -202,7 +202,7 @@ def _permute(permute_tensor: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(permute_tensor)
     def choose(self: Any, src_dst: Any, group: Any, tag: str = "") -> Any:
-        if not is_on_mesh(self):
+        if not is_on_mesh(self) and not isinstance(self, UnevenTensor):
             return permute_tensor(self, src_dst, group, tag)
         found = lines_named(_functional._resolve_group_name(group, tag))
         targets = [int(target) for target in src_dst]

@@ -73,6 +73,12 @@ def test_permute_tensor_takes_any_permutation(mesh: dr.DeviceMesh) -> None:
         functional.permute_tensor(numbered(mesh), [0, 0, 1], group)
 
 
+def test_permute_tensor_of_shards_of_different_shapes(mesh: dr.DeviceMesh) -> None:
+    x = dr.from_shards([torch.full((k + 1,), float(k)) for k in range(6)], mesh)
+    with pytest.raises(dr.UsageError, match=r"are a line: member 0: \(1,.*Pad them"):
+        functional.permute_tensor(x, [1, 2, 0], mesh.get_group("pipe"))
+
+
 def test_what_is_refused(mesh: dr.DeviceMesh) -> None:
     with pytest.raises(dr.UsageError, match=r"whole number of ranks, got 0\.5"):
         dr.lines.shift(mesh.lines("pipe"), numbered(mesh), 0.5)  # type: ignore[arg-type]

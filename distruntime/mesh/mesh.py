@@ -377,7 +377,7 @@ _names = count()
 @without_our_frames
 def init_device_mesh(
     device_type: str | Sequence[int | Place],
-    mesh_shape: Sequence[int] | Sequence[tuple[str, int]] | Layout,
+    mesh_shape: Sequence[float] | Sequence[tuple[str, float]] | Layout,
     *,
     mesh_dim_names: Sequence[str] | None = None,
 ) -> DeviceMesh:
@@ -403,6 +403,8 @@ def init_device_mesh(
         if mesh_dim_names is not None:
             raise UsageError("the dimensions' names were given twice, in the shape and as mesh_dim_names")
         mesh_dim_names, sizes = [str(row[0]) for row in sizes], [row[1] for row in sizes]
+    # A size is often what a division leaves: `world / (2 * pipe)` is 4.0.
+    sizes = [int(n) if isinstance(n, float) and n.is_integer() else n for n in sizes]
     if not sizes or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
         raise UsageError(
             f"a mesh's shape is sizes above 0, (2, 4), or [('data', 2), ('tensor', 4)]; got {mesh_shape!r}"

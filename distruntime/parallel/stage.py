@@ -32,6 +32,8 @@ Values = tuple[Any, ...]
 # Before torch 2.13, its split backward pass refuses an input that has no part in the outputs.
 _TAKES_UNUSED = hasattr(_backward, "_autograd_grad_for_inputs")
 
+# torch says so of any error in a backward pass.
+_WRAPPED = "Failed to run stage backward"
 # torch says so of a write to a leaf, and of one to a view of a leaf.
 _IN_PLACE = "leaf Variable that requires grad is being used in an in-place operation"
 
@@ -207,14 +209,14 @@ class Stage(_Base):  # type: ignore[misc]
             found = [None] * len(leaves)
         elif full_backward:
             self._for_weights[bwd_chunk_id] = {}
-            found, _ = self.backward_maybe_with_nosync("full", _whole(work), last_backward=last_backward)
+            found, _ = self._back("full", _whole(work), last_backward)
         elif not leaves:
             # There is nothing to hand back, so the whole backward pass is for the weights.
             self._for_weights[bwd_chunk_id] = work
         else:
             # The function that is called next detaches the outputs.
             edges = [get_gradient_edge(t) for t in work["stage_output"]]
-            found, groups = self.backward_maybe_with_nosync("input", work, last_backward=last_backward)
+            found, groups = self._back("input", work, last_backward)
             self._for_weights[bwd_chunk_id] = {
                 "stage_output": work["stage_output"],
                 "param_groups": groups,
@@ -225,14 +227,24 @@ class Stage(_Base):  # type: ignore[misc]
             next(gradients, None) if any(t is leaf for leaf in leaves) else None for t in given
         )
 
+    def _back(self, half: str, work: dict[str, Any], last_backward: bool) -> Any:
+        """Run torch's backward pass. Raise what has failed in it, as `backward()` does."""
+        try:
+            return self.backward_maybe_with_nosync(half, work, last_backward=last_backward)
+        except RuntimeError as error:
+            # torch puts a list of all shapes in the place of a lost worker's error.
+            if error.__cause__ is None or _WRAPPED not in str(error):
+                raise
+            raise error.__cause__ from None
+
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Compute the gradients of the weights that a backward pass has left."""
         work = self._for_weights.pop(bwd_chunk_id)
         if "param_groups" in work:
             _add_gradients(*work.pop("apart"))
-            self.backward_maybe_with_nosync("weight", work, last_backward=last_backward)
+            self._back("weight", work, last_backward)
         elif work:
-            self.backward_maybe_with_nosync("full", _whole(work), last_backward=last_backward)
+            self._back("full", _whole(work), last_backward)
 
     def _weights_apart(self, groups: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
         """Return the weights that no input of the stage before has met, such as those of a second tower.

@@ -229,6 +229,9 @@ def test_bad_meshes_and_shards(mesh: Mesh) -> None:
         match=r"has 64 members, and this session has 2 cpu devices on 2 nodes: make it smaller, or",
     ):
         dr.init_device_mesh("cpu", (64,))
+    assert dr.init_device_mesh("cpu", [("a", 4 / 2)]).shape == (2,)
+    with pytest.raises(dr.UsageError, match=r"sizes above 0.*1\.5"):
+        dr.init_device_mesh("cpu", (1.5, 2))
     with pytest.raises(dr.UsageError, match="sizes above 0"):
         dr.init_device_mesh("cpu", (0,))
     with pytest.raises(dr.UsageError, match=r"sizes above 0.*got 2"):

@@ -432,6 +432,31 @@ def test_a_loss_that_raises_comes_up_alone(
     assert not caplog.records and "Full Schedule" not in capfd.readouterr().err
 
 
+class Torn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise dr.NodeFailed("the worker is gone")
+
+
+class Tearing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Torn.apply(super().forward(x))  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+def test_what_fails_in_a_backward_pass_comes_up_as_it_is(schedule: str, four_gpus: None) -> None:
+    """torch made a RuntimeError of it, and whoever waits for NodeFailed did not get it."""
+    x, y = batch()
+    parts = [nn.Linear(WIDTH, WIDTH), Tearing(WIDTH, WIDTH), *layers(2)]
+    pipe = dr.pipeline(sent(parts, schedule), 4, schedule, nn.functional.mse_loss)
+    with pytest.raises(dr.NodeFailed, match=r"^the worker is gone"):
+        pipe.step(x, target=y)
+
+
 def test_what_is_refused(four_gpus: None) -> None:
     stages = sent(layers(), "1F1B")
     mse = nn.functional.mse_loss

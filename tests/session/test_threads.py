@@ -349,8 +349,8 @@ def test_finalizers_that_issue_operations_in_many_threads(session: object, colle
 def test_finalizers_that_read(session: object, collecting: None) -> None:
     value, x, seen = torch.full((), 2.5, device=REMOTE), torch.ones(3, device=REMOTE), []  # type: ignore[var-annotated]
     together(lambda: _churn(lambda: _Reads(value, seen), x, 300))
-    gc.collect()
-    assert len(seen) == 300
+    # Another thread may be in the midst of a collection, and a second one does nothing then.
+    until(lambda: gc.collect() >= 0 and len(seen) == 300)
     assert sum(math.isnan(value) for value in seen) <= 15
     assert all(value == 2.5 for value in seen if not math.isnan(value))
 

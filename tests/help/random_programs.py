@@ -1652,7 +1652,8 @@ class Deriving(Base):
 
         def small(rows: int) -> torch.Tensor:
             return torch.tensor(
-                [[float(self.random.randrange(-3, 4)) for _ in range(3)] for _ in range(rows)]
+                [[float(self.random.randrange(-3, 4)) for _ in range(3)] for _ in range(rows)],
+                dtype=torch.float32,
             )
 
         weights, x, y = [small(1) for _ in homes], small(2 * parts), small(2 * parts)
@@ -2169,7 +2170,7 @@ class Watching(Base):
         """Return small whole numbers: what few steps make of them is exact."""
         count = math.prod(shape)
         drawn = [float(self.random.randrange(-8, 9)) for _ in range(count)]
-        return torch.tensor(drawn).reshape(tuple(shape))
+        return torch.tensor(drawn, dtype=torch.float32).reshape(tuple(shape))
 
     @operation(0.4)
     def steps_with_shares_of_the_state(self) -> None:

@@ -235,7 +235,10 @@ class Stage(_Base):  # type: ignore[misc]
             # torch puts a list of all shapes in the place of a lost worker's error.
             if error.__cause__ is None or _WRAPPED not in str(error):
                 raise
-            raise error.__cause__ from None
+            # Two errors that name each other would keep all tensors of their frames until a collection.
+            causes = [error.__cause__]
+            error.__cause__ = error.__context__ = None
+            raise causes.pop() from None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Compute the gradients of the weights that a backward pass has left."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .reach import Seen, same
+from .seen import Seen, same
 
 # The floats that a call has found, by path.
 Floats = Mapping[str, float]

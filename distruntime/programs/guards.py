@@ -6,18 +6,21 @@ import keyword
 import operator
 import re
 import sys
+import types
 from collections.abc import Callable, Mapping
 
 import torch
 
 from .anchors import Anchor, anchored
-from .reach import PLAIN, Reach, Seen, same
+from .reach import Reach
+from .seen import LISTED, MISSING, PLAIN, TENSOR, Key, Seen, content_of, key_of, looked_up, same
 
 _thing = operator.attrgetter("thing")
 _handle = operator.attrgetter("thing._handle")
 _requires_grad = operator.attrgetter("thing.requires_grad")
 # These attributes of many tensors are read by one loop in C.
 _LOOPED = ("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_LOOPED_OF_ANY = ("__class__", "__dict__", "__code__", "__defaults__", "__kwdefaults__")
 _IDENTIFIER = re.compile(rf"(?!(?:{'|'.join(keyword.kwlist)})\Z)[a-zA-Z_]\w*\Z", re.ASCII).match
 # So many conditions stand in one expression: one of thousands is too deep for the compiler.
 _TOGETHER = 20
@@ -45,8 +48,10 @@ class Guards:
     replay gives other values, and the objects that hold them, by path: nobody else may hold them.
     """
 
-    def __init__(self, reach: Reach, kept: Mapping[str, object], free: frozenset[str]) -> None:
-        self._seen = [one for one in reach.seen if one.path not in free]
+    def __init__(
+        self, reach: Reach, reads: Mapping[Key, Seen], kept: Mapping[str, object], free: frozenset[str]
+    ) -> None:
+        self._seen = _to_watch(reach, reads, free)
         self._free = [one for one in reach.seen if one.path in free]
         self._tensors = [anchored(tensor) for _, tensor in reach.tensors.values()]
         self._paths = [path for path, _ in reach.tensors.values()]
@@ -77,7 +82,7 @@ class Guards:
                     return f"{one.path} was a float, and is a {type(now).__name__} now"
             elif one.form == "length" and now != one.value:
                 return f"{one.path} had {one.value} items, and has {now} now"
-            elif not same(one.value, now):
+            elif not one.is_as(one.value, now):
                 shown = isinstance(one.value, PLAIN) and isinstance(now, PLAIN)
                 return (
                     f"{one.path} was {one.value!r:.60}, and is {now!r:.60} now"
@@ -100,6 +105,9 @@ class Guards:
     def _compiled(self) -> Callable[[], bool]:
         names: dict[str, object] = {
             "same": same,
+            "content_of": content_of,
+            "looked_up": looked_up,
+            "all": all,
             "settings": settings,
             "before": self._settings,
             "tensors": self._tensors,
@@ -130,15 +138,15 @@ class Guards:
         for one in self._seen:
             if one.form == "length" and one.value == 0:
                 empty.append(one.owner)
-            elif one.key in _LOOPED and one.form == "attribute" and isinstance(one.holder, Anchor):
-                owners, values = looped.setdefault((str(one.key), isinstance(one.held, Anchor)), ([], []))
-                owners.append(one.holder)
-                values.append(one.held)
+            elif one.form == "attribute" and one.key in _LOOPED and isinstance(one.holder, Anchor):
+                _gather(looped, (f"thing.{one.key}", isinstance(one.held, Anchor)), one)
+            elif one.form == "attribute" and one.key in _LOOPED_OF_ANY:
+                _gather(looped, (str(one.key), False), one)
             else:
                 conditions.append(_condition(one, name))
         names["empty"], names["any"] = empty, any
         for (key, tensors), (owners, values) in looped.items():
-            loop = f"map({name(operator.attrgetter(f'thing.{key}'))}, {name(owners)})"
+            loop = f"map({name(operator.attrgetter(key))}, {name(owners)})"
             wanted = f"map(thing, {name(values)})" if tensors else name(values)
             conditions.append(f"all(map(is_, {loop}, {wanted}))")
         conditions += [f"type({_read(one, name)}) is float" for one in self._free]
@@ -163,29 +171,85 @@ class Guards:
         return test
 
 
+def _to_watch(reach: Reach, reads: Mapping[Key, Seen], free: frozenset[str]) -> list[Seen]:
+    """Return what decides what the function does: what it has read, and the tensors that it can reach.
+
+    What C code reads of a tensor (a gradient, a hook) is seen by no tracer, so all of that counts.
+    """
+    rest = dict(reads)
+    found = []
+    for one in reach.seen:
+        read = rest.pop(key_of(one), None)
+        tensors = isinstance(one.holder, (Anchor, torch.Tensor)) or isinstance(one.held, Anchor)
+        if one.path not in free and (read is not None or tensors):
+            found.append(one)
+    return found + [one for one in rest.values() if one.held is not TENSOR]
+
+
+def _gather(
+    looped: dict[tuple[str, bool], tuple[list[object], list[object]]], kind: tuple[str, bool], one: Seen
+) -> None:
+    owners, values = looped.setdefault(kind, ([], []))
+    owners.append(one.holder)
+    values.append(one.held)
+
+
 def _read(one: Seen, name: Callable[[object], str]) -> str:
     owner = _text(one.holder, name)
-    if one.form == "item":
-        plain = type(one.key) in (str, int)
-        return f"{owner}[{one.key!r}]" if plain else f"{owner}[{name(one.key)}]"
-    if one.form == "attribute":
-        # A name such as "learning-rate" is fine for setattr, and is no Python.
-        key = str(one.key)
-        return f"{owner}.{key}" if _IDENTIFIER(key) else f"getattr({owner}, {name(one.key)})"
-    if one.form == "cell":
-        return f"{owner}.cell_contents"
-    return f"len({owner})" if one.form == "length" else f"{owner}._version"
+    key = str(one.key)
+    match one.form:
+        case "item":
+            return f"{owner}[{_key(one, name)}]"
+        case "class":
+            return f"{owner}.{key}" if _IDENTIFIER(key) else f"getattr({owner}, {name(one.key)})"
+        case "attribute":
+            # A name such as "learning-rate" is fine for setattr, and is no Python.
+            return f"{owner}.{key}" if _IDENTIFIER(key) else f"getattr({owner}, {name(one.key)})"
+        case "cell":
+            return f"{owner}.cell_contents"
+        case "length":
+            return f"len({owner})"
+        case "keys":
+            return owner
+        case "elements":
+            return f"{owner}.values()" if isinstance(one.owner, Mapping) else owner
+        case "bytes":
+            return f"content_of({owner})"
+        case "given":
+            return f"{owner}(*{name(one.key)})"
+    return f"{owner}._version"
+
+
+def _key(one: Seen, name: Callable[[object], str]) -> str:
+    return repr(one.key) if type(one.key) in (str, int) else name(one.key)
 
 
 def _condition(one: Seen, name: Callable[[object], str]) -> str:
     read, value = _read(one, name), one.value
     if one.form in ("length", "version"):
         return f"{read} == {value}"
+    if one.form == "bytes":
+        return f"{read} == {name(value)}"
+    if one.form in LISTED:
+        return f"(len({read}) == {len(value)} and all(map(is_, {read}, {name(value)})))"  # type: ignore[arg-type]
+    if one.form == "item" and value is MISSING:
+        return f"{_key(one, name)} not in {_text(one.holder, name)}"
+    if one.form == "class" and (value is MISSING or not _gives_itself(value) or type(one.owner) is not type):
+        return f"looked_up({_text(one.holder, name)}, {one.key!r}) is {name(value)}"
     if value is None or value is True or value is False:
         return f"{read} is {value}"
     if isinstance(value, PLAIN):
         return f"({read} is {name(value)} or same({read}, {name(value)}))"
     return f"{read} is {_text(one.held, name)}"
+
+
+def _gives_itself(value: object) -> bool:
+    """Whether a class gives what it has under a name as it is."""
+    return isinstance(value, _THEMSELVES) or not hasattr(type(value), "__get__")
+
+
+_THEMSELVES = (types.FunctionType, types.GetSetDescriptorType, types.MemberDescriptorType, property)
+_THEMSELVES += (types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
 def _text(thing: object, name: Callable[[object], str]) -> str:

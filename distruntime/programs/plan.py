@@ -25,6 +25,7 @@ from .parts import Piece, Values
 from .reach import Reach
 from .recording import Name
 from .run import Run, laid_out
+from .seen import Key, Seen
 
 
 @dataclass
@@ -53,6 +54,8 @@ class Found:
     replaced: Mapping[str, object] = field(default_factory=dict)
     # The run has changed what stood at these paths in place.
     changed_paths: Sequence[str] = ()
+    # It has read these.
+    reads: Mapping[Key, Seen] = field(default_factory=dict)
 
 
 class Plan:
@@ -69,7 +72,9 @@ class Plan:
         renewed = [by_ref[ref] for ref in kept]
         mine = set(map(id, renewed))
         alone: dict[str, object] = {path: tensor for path, tensor in paths.items() if id(tensor) in mine}
-        self.guards = Guards(found.after, {**alone, **found.replaced}, free - found.floats.keys())
+        self.guards = Guards(
+            found.after, found.reads, {**alone, **found.replaced}, free - found.floats.keys()
+        )
         self.kinds = found.kinds
         self.carried = Carried(found.after, renewed, found.kinds)
         self._numbers = numbers_of(numbers, found.after.seen, found.floats) if numbers else None

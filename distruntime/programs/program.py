@@ -22,7 +22,8 @@ from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD
 from .carried import kinds_found, renewed_kinds
 from .plan import Found, Plan
-from .reach import PLAIN, Reach
+from .reach import Reach
+from .reads import Reads
 from .recorder import record
 from .recording import Name
 from .run import (
@@ -38,7 +39,9 @@ from .run import (
     stripped,
     unsteady,
 )
+from .seen import PLAIN
 from .signature import local_leaf, signature_of
+from .tracing import traced
 from .watch import LocalDraws, watched
 
 P = ParamSpec("P")
@@ -199,10 +202,15 @@ class Program(Generic[P, R]):
         ]
         tapes: list[tuple[Log, Tape]] = []
         found: Stripped
+        reads = Reads()
         try:
             tapes += [(log, log.begin_tape()) for log in session.logs]
             with watched(self._name, first, lenient), noting() as notes:
-                found = stripped(self._fn(*args, **kwargs), names, self._name)  # type: ignore[arg-type]
+                with traced(reads):
+                    result = self._fn(*args, **kwargs)  # type: ignore[arg-type]
+                found = stripped(result, names, self._name)
+                del result
+                reasons = reads.settle()
                 # What only cycles hold is let go of now, at one place of the recording.
                 gc.collect()
         finally:
@@ -218,6 +226,8 @@ class Program(Generic[P, R]):
                     f"{drawn} drew random numbers meanwhile, here or in another thread. A replay draws "
                     "none: either draw on the worker, torch.rand(..., device=x.device), or pass the numbers"
                 )
+            if reasons:
+                recording.unfit = self.why = f"each call is recorded, since {reasons[0]}"
             after = Reach(roots)
             if not first:
                 require_unchanged(before, after)
@@ -270,6 +280,7 @@ class Program(Generic[P, R]):
                     kinds,
                     replaced(before, after, state),
                     changed_paths,
+                    reads.found,
                 ),
                 self._compile,
             )

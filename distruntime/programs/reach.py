@@ -14,7 +14,6 @@ import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,12 +21,9 @@ import torch
 from ..log.line import of_a_library
 from ..tensors.tensor import DistributedTensor
 from ..tensors.uneven import UnevenTensor
-from .anchors import Anchor, anchored
+from .anchors import anchored
+from .seen import PLAIN, Seen
 
-PLAIN = (
-    *(int, float, bool, str, bytes, complex, type(None)),
-    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
-)
 # So many things are looked at. A list with more plain values than the second counts by its length.
 _MOST, _MOST_PLAIN = 100_000, 10_000
 # Nothing in these decides what a function computes, or is ours.
@@ -40,59 +36,6 @@ _HOLDING = "distruntime.parallel."
 _BOOKKEEPING = (torch.nn.Module, torch.optim.Optimizer)
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 _UNREAD = ("_non_persistent_buffers_set", "_is_full_backward_hook", "_is_hf_initialized", "defaults")
-
-
-@dataclass(slots=True)
-class Seen:
-    """Something that was found: where, and what it was then.
-
-    `form` says how it is read again: "item", "attribute", "cell", "length", "version". `holder` and `held`
-    are the owner and the value, or anchors of them.
-    """
-
-    path: str
-    form: str
-    holder: object
-    key: object
-    held: object
-
-    @property
-    def owner(self) -> object:
-        """What it was found in."""
-        return self.holder.thing if isinstance(self.holder, Anchor) else self.holder
-
-    @property
-    def value(self) -> object:
-        """What it was."""
-        return self.held.thing if isinstance(self.held, Anchor) else self.held
-
-    def now(self) -> object:
-        """Return what it is now; raise `LookupError`, `AttributeError` or `ValueError` if it is gone."""
-        if self.form == "item":
-            return self.owner[self.key]  # type: ignore[index]
-        if self.form == "attribute":
-            return getattr(self.owner, str(self.key))
-        if self.form == "cell":
-            return self.owner.cell_contents  # type: ignore[attr-defined]
-        if self.form == "length":
-            return len(self.owner)  # type: ignore[arg-type]
-        return self.owner._version  # type: ignore[attr-defined]
-
-    def put(self, value: object) -> None:
-        """Put something else there."""
-        if self.form == "item":
-            self.owner[self.key] = value  # type: ignore[index]
-        elif self.form == "cell":
-            self.owner.cell_contents = value  # type: ignore[attr-defined]
-        else:
-            setattr(self.owner, str(self.key), value)
-
-
-def same(one: object, other: object) -> bool:
-    """Whether two plain values are the same: 1, 1.0 and True are not, and NaN is itself."""
-    if one is other:
-        return True
-    return type(one) is type(other) and isinstance(one, PLAIN) and bool(one == other or one != one != other)
 
 
 def local_of(tensor: object) -> torch.Tensor | None:

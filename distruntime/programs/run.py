@@ -19,8 +19,9 @@ from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD, MADE
 from .changing import explained
 from .graphs import given
-from .reach import PLAIN, Reach, Seen, local_of, same
+from .reach import Reach, local_of
 from .recording import Name, Recording, difference
+from .seen import PLAIN, Seen, same
 
 # The mesh, placements, shape and strides of a DTensor.
 Layout = tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...], tuple[int, ...]] | None

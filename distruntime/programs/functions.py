@@ -1,0 +1,89 @@
+"""What is known of functions that are no Python: which ones give a result that their arguments alone decide."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import os
+import types
+import weakref
+
+import torch
+
+# Functions of these modules and methods of their types are functions of their arguments. Draws of random numbers
+# in this process are found by the states of its generators.
+_MODULES = frozenset(
+    "builtins math cmath operator itertools functools collections _struct struct bisect heapq statistics "
+    "unicodedata zlib binascii json _json pickle copyreg abc _abc typing re _sre _string string torch numpy "
+    "decimal datetime weakref contextvars array types enum ast copy hashlib _hashlib _sha2 _md5 _imp _operator "
+    "_functools _collections _bisect _heapq _statistics _pickle _datetime _weakref _contextvars _typing fractions "
+    "tensorly jaxtyping einops mmap ctypes _ctypes".split()
+)
+# These of them are not.
+_NOT = frozenset(
+    "input open now today utcnow default_rng seed initial_seed urandom read readline readlines recv".split()
+)
+_METHODS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_METHODS += (types.MethodWrapperType, types.ClassMethodDescriptorType)
+# Python's own modules that note what happens, and give nothing back.
+_NOTING = ("logging", "warnings", "threading", "importlib", "traceback", "linecache", "contextlib", "weakref")
+_LIBRARY = os.path.dirname(os.__file__)
+_NOTING_FILES = tuple(os.path.join(_LIBRARY, name) for name in _NOTING)
+
+
+def is_c(function: object) -> bool:
+    """Whether a callable is a function or a method that is no Python."""
+    return isinstance(function, _METHODS)
+
+
+def name_of(function: object) -> str:
+    """Return what a user calls a function: "time.time"."""
+    module = _module(function)
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", type(function).__name__)
+    return f"{module}.{name}" if module not in ("", "builtins") else str(name)
+
+
+def _module(function: object) -> str:
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, types.ModuleType):
+        return owner.__name__
+    named = getattr(function, "__module__", None)
+    if isinstance(named, str):
+        return named
+    kind = getattr(function, "__objclass__", None) or (owner if isinstance(owner, type) else type(owner))
+    return kind.__module__ if owner is not None or kind is not type(None) else "builtins"
+
+
+def of_arguments(function: object) -> bool:
+    """Whether a function gives what its arguments decide, and nothing else."""
+    return _module(function).split(".")[0] in _MODULES and getattr(function, "__name__", "") not in _NOT
+
+
+def gives_again(function: object, arguments: tuple[object, ...]) -> bool:
+    """Whether a function may be asked again at each call what it gives now."""
+    name = getattr(function, "__name__", "")
+    if isinstance(function, (weakref.ReferenceType, type(os.getpid))) and not arguments:
+        known = isinstance(function, weakref.ReferenceType) or name in ("getpid", "getcwd", "get_ident")
+        setting = _module(function).startswith("torch") and name.lstrip("_").startswith(
+            ("get_", "is_", "has_")
+        )
+        return known or (setting and not isinstance(getattr(function, "__self__", None), torch.Tensor))
+    if name == "get" and len(arguments) == 1:
+        return isinstance(arguments[0], contextvars.ContextVar)
+    return False
+
+
+@functools.lru_cache(maxsize=16384)
+def is_traced(file: str) -> bool:
+    """Whether what code of a file reads is looked at: all but this package's, and what only notes what happens."""
+    return file.startswith(_TORCH) or not file.startswith((_OWN, *_NOTING_FILES))
+
+
+@functools.lru_cache(maxsize=16384)
+def is_torch(file: str) -> bool:
+    """Whether code of a file is torch's. What it calls depends on what it reads."""
+    return file.startswith(_TORCH)
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

@@ -1,0 +1,100 @@
+"""Which instructions of Python's bytecode read something, and which of their operands they read."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+from collections.abc import Mapping
+from types import CodeType
+from typing import NamedTuple
+
+from .operands import depths
+
+_VERSION = sys.version_info[:2]
+
+
+class Reading(NamedTuple):
+    """What an instruction reads: its kind, its argument, and how deep the stack is before it."""
+
+    kind: str
+    argument: object
+    depth: int
+
+
+# Python's table of effects counts a call's operands at the first of its two instructions in Python 3.11.
+_CALL = "PRECALL" if _VERSION == (3, 11) else "CALL"
+# The kind of each instruction, by its name. An operand is named by how many values lie above it.
+_KINDS = {
+    **dict.fromkeys(("LOAD_GLOBAL", "LOAD_NAME"), "global"),
+    **dict.fromkeys(("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"), "cell"),
+    **dict.fromkeys(("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"), "attribute"),
+    "LOAD_SUPER_ATTR": "super",
+    "IMPORT_NAME": "import",
+    "BINARY_SUBSCR": "item",
+    "BINARY_SLICE": "slice",
+    "CONTAINS_OP": "contains",
+    **dict.fromkeys(("GET_ITER", "GET_YIELD_FROM_ITER"), "iterate"),
+    **dict.fromkeys(
+        "UNPACK_SEQUENCE UNPACK_EX LIST_EXTEND SET_UPDATE DICT_UPDATE DICT_MERGE LIST_TO_TUPLE GET_LEN "
+        "MATCH_MAPPING MATCH_SEQUENCE".split(),
+        "iterate",
+    ),
+    **dict.fromkeys(("MATCH_KEYS", "COMPARE_OP"), "both"),
+    **dict.fromkeys(("UNARY_NOT", "TO_BOOL", "JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP"), "truth"),
+    **dict.fromkeys(("UNARY_NEGATIVE", "UNARY_POSITIVE", "UNARY_INVERT"), "iterate"),
+    **dict.fromkeys(("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"), "text"),
+    **dict.fromkeys(("SETUP_WITH", "BEFORE_WITH", "SETUP_ASYNC_WITH", "BEFORE_ASYNC_WITH"), "with"),
+    **dict.fromkeys("CALL_FUNCTION CALL_METHOD CALL_FUNCTION_KW CALL_FUNCTION_EX CALL_KW".split(), "call"),
+    _CALL: "call",
+}
+_BINARY_OF_3_10 = {
+    f"BINARY_{name}"
+    for name in "ADD SUBTRACT MULTIPLY TRUE_DIVIDE FLOOR_DIVIDE MODULO POWER MATRIX_MULTIPLY LSHIFT RSHIFT AND "
+    "OR XOR".split()
+}
+
+
+# The result of these is looked at, at the instruction behind them.
+_WITH_RESULT = ("call", "both", "iterate")
+
+
+@functools.lru_cache(maxsize=16384)
+def readings(code: CodeType) -> Mapping[int, Reading]:
+    """Return what each instruction of code reads, by its offset.
+
+    The instruction behind one whose result matters is in it too, of the kind "".
+    """
+    deep, found = depths(code), dict[int, Reading]()
+    prefixes: list[int] = []
+    matters = False
+    for one in dis.get_instructions(code):
+        if one.opname == "CACHE" or one.opname == "CALL" != _CALL:
+            continue
+        # It belongs to the instruction behind it, and an event may name either.
+        if one.opname == "EXTENDED_ARG":
+            prefixes.append(one.offset)
+            continue
+        kind, argument, depth = _kind(one), one.argval, deep.get(one.offset, -1)
+        if kind == "cell":
+            argument = one.arg, one.argval
+        elif kind == "call":
+            argument = one.opname, one.arg
+        elif kind == "text" and (one.opname == "FORMAT_WITH_SPEC" or (one.arg or 0) & 4):
+            depth -= 1
+        for at in (*prefixes, one.offset):
+            if depth > -1 and (kind or matters):
+                found[at] = Reading(kind, argument, depth)
+        prefixes, matters = [], kind in _WITH_RESULT
+    return found
+
+
+def _kind(one: dis.Instruction) -> str:
+    name = one.opname
+    if name == "BINARY_OP" and one.argrepr == "[]":
+        return "item"
+    if name.startswith("POP_JUMP") and "NONE" not in name:
+        return "truth"
+    if name == "BINARY_OP" or name.startswith("INPLACE_") or name in _BINARY_OF_3_10:
+        return "both"
+    return _KINDS.get(name, "")

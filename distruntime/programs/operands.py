@@ -1,0 +1,105 @@
+"""The operands of the instruction that a frame is at: the values that Python keeps on the frame's stack.
+
+Python shows a frame's variables and not its stack. So the depth of the stack is worked out from the bytecode,
+and the values are read where the interpreter keeps them. Where that is, is a fact of each version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dis
+import functools
+import inspect
+import sys
+from collections.abc import Mapping
+from types import CellType, CodeType, FrameType
+
+_WORD = ctypes.sizeof(ctypes.c_void_p)
+# A frame object points to the interpreter's own frame from Python 3.11. In it the variables begin at this word,
+# and the stack follows them. In Python 3.10 the frame object has both itself.
+_VARIABLES = {(3, 10): 44, (3, 11): 9, (3, 12): 9, (3, 13): 9, (3, 14): 10}
+_VERSION = sys.version_info[:2]
+_INSIDE = _VERSION == (3, 10)
+_variables = _VARIABLES.get(_VERSION, 0) * _WORD
+_pointer = ctypes.c_void_p.from_address
+_object = ctypes.py_object.from_address
+# A generator begins with its own object on the stack, which Python's table of effects does not count.
+_GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+# Nothing follows these.
+_ENDS = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD")
+_ENDS += ("JUMP_ABSOLUTE", "JUMP_BACKWARD_NO_INTERRUPT", "INTERPRETER_EXIT")
+
+
+def known() -> bool:
+    """Whether this module knows where this interpreter keeps its stacks."""
+    free_threaded = not getattr(sys, "_is_gil_enabled", lambda: True)()
+    return sys.implementation.name == "cpython" and _VERSION in _VARIABLES and not free_threaded
+
+
+@functools.lru_cache(maxsize=16384)
+def depths(code: CodeType) -> Mapping[int, int]:
+    """Return how many values are on the stack before each instruction, by its offset."""
+    instructions = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
+    behind = {one.offset: other.offset for one, other in zip(instructions, instructions[1:])}
+    by_offset = {one.offset: one for one in instructions}
+    handlers = [] if _INSIDE else dis._parse_exception_table(code)  # type: ignore[attr-defined]
+    begin = 1 if code.co_flags & _GENERATOR and _VERSION in ((3, 10), (3, 11), (3, 12)) else 0
+    found: dict[int, int] = {}
+    todo = [(0, begin)]
+    # The handler's own values lie on those of the block that it guards.
+    todo += [(one.target, one.depth + one.lasti + 1) for one in handlers]
+    while todo:
+        at, depth = todo.pop()
+        if at in found or at not in by_offset:
+            continue
+        found[at] = depth
+        one = by_offset[at]
+        argument = one.arg if one.opcode >= dis.HAVE_ARGUMENT else None
+        jumps = one.opcode in dis.hasjrel or one.opcode in dis.hasjabs
+        if jumps:
+            todo.append((one.argval, depth + dis.stack_effect(one.opcode, argument, jump=True)))
+        if one.opname not in _ENDS:
+            effect = dis.stack_effect(one.opcode, argument, jump=False)
+            todo.append((behind.get(at, -1), depth + effect))
+    return found
+
+
+@functools.lru_cache(maxsize=16384)
+def _slots(code: CodeType) -> int:
+    """Return how many variables stand before the stack."""
+    cells = (
+        code.co_cellvars if _INSIDE else [name for name in code.co_cellvars if name not in code.co_varnames]
+    )
+    return code.co_nlocals + len(cells) + len(code.co_freevars)
+
+
+def _begin(frame: FrameType) -> int:
+    own = id(frame) if _INSIDE else _pointer(id(frame) + 3 * _WORD).value
+    assert own is not None
+    return own + _variables
+
+
+def _value(address: int) -> object:
+    """Return the object at an address; None for an empty slot."""
+    word = _pointer(address).value
+    if not word:
+        return None
+    # The low bits of a word say who counts the reference, from Python 3.14. Both of them mark a bare number.
+    if _VERSION >= (3, 14) and word & 3:
+        if word & 3 == 3:
+            return word >> 2
+        return ctypes.cast(word & ~3, ctypes.py_object).value
+    return _object(address).value
+
+
+def operand(frame: FrameType, depth: int, below: int = 0) -> object:
+    """Return the value that so many others lie above, where the stack is so deep."""
+    at = _slots(frame.f_code) + depth - 1 - below
+    return _value(_begin(frame) + at * _WORD)
+
+
+def cell(frame: FrameType, number: int) -> CellType | None:
+    """Return the cell that an instruction names by its argument; None if it has none yet."""
+    at = number + frame.f_code.co_nlocals if _INSIDE else number
+    found = _value(_begin(frame) + at * _WORD)
+    return found if isinstance(found, CellType) else None

@@ -1,0 +1,561 @@
+"""What a function's Python reads while it is recorded: each read becomes a guard, or a reason to record anew.
+
+Each instruction is looked at before it runs, with its operands. A call of a C function reads all that its
+arguments hold. If the function is not known to depend on them alone, what it gives is a reason.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import mmap
+import sys
+import types
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from ..log.line import line_from, line_text, of_a_library, own_line
+from . import operands
+from .anchors import Anchor
+from .functions import gives_again, is_c, is_torch, name_of, of_arguments
+from .instructions import Reading, readings
+from .reach import Reach
+from .seen import MISSING, PLAIN, TENSOR, Key, Seen, content_of, key_of, looked_up
+
+_CONTAINERS = (dict, list, set, deque)
+_FIXED = (*PLAIN, tuple, frozenset, range, slice, type(...), type(NotImplemented))
+_SIMPLE = frozenset(PLAIN)
+_HOLDERS = (types.FunctionType, types.MethodType, staticmethod, classmethod, functools.partial, property)
+_CODE = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.CodeType,
+)
+_VIEWS = (type({}.keys()), type({}.values()), type({}.items()), types.MappingProxyType)
+_BUFFERS = (np.ndarray, bytearray, memoryview, mmap.mmap, ctypes.Array, ctypes.Structure)
+_DATA = (types.GetSetDescriptorType, types.MemberDescriptorType)
+# These take an object, and read nothing in it.
+_BLIND = frozenset(
+    map(id, (isinstance, issubclass, id, callable, setattr, delattr, hash, print, type, super, object, len))
+)
+# A list with more plain values is compared as a whole.
+_MOST = 64
+# So many bytes of buffers are compared with what they were, in all.
+_MOST_BYTES = 65536
+_PICKLING = ("_pickle", "_json", "copyreg", "json", "pickle")
+
+
+class Reads:
+    """What one call has read, of what was there before it."""
+
+    def __init__(self) -> None:
+        # Each read, by its owner's id, its form and its key.
+        self.found: dict[Key, Seen] = {}
+        # Why each call must be recorded, with the object that it depends on, if there is one.
+        self._reasons: dict[str, object] = {}
+        # What is done with the result of the instruction that a frame is at, by the frame's id.
+        self._then: dict[int, Callable[[object], None]] = {}
+        self._types: set[type] = set()
+        # Frames that this call has begun, by id.
+        self._begun: set[int] = set()
+        self._bytes = 0
+        self.step_of: dict[str, Callable[[types.FrameType, Reading], None]] = {
+            "global": self._global,
+            "cell": self._cell,
+            "attribute": self._attribute,
+            "super": self._super,
+            "import": self._import,
+            "item": self._item,
+            "slice": self._slice,
+            "contains": self._contains,
+            "iterate": self._iterate,
+            "both": self._both,
+            "truth": self._truth,
+            "text": self._text,
+            "with": self._with,
+            "call": self._call,
+        }
+
+    def step(self, frame: types.FrameType, one: Reading) -> None:
+        """Note what a frame's next instruction reads.
+
+        It stands in the user's stack, where an error would be taken for one of the user's.
+        """
+        try:
+            if self._then and (then := self._then.pop(id(frame), None)) is not None:
+                then(operands.operand(frame, one.depth))
+            if one.kind:
+                self.step_of[one.kind](frame, one)
+        except Exception as error:
+            kind = f"{type(error).__name__}: {error}"
+            self._reason(f"what it reads could not be looked at ({kind})", frame, None)
+
+    def enter(self, frame: types.FrameType, resumed: bool) -> None:
+        """Note that a frame begins to run, or goes on."""
+        if not resumed:
+            self._begun.add(id(frame))
+        elif id(frame) not in self._begun:
+            self._reason(f"the generator {frame.f_code.co_name!r} was begun before", frame.f_back, None)
+
+    # -- notes -----------------------------------------------------------------------------------------------
+
+    def note(self, path: str, form: str, owner: object, key: object, value: object) -> None:
+        """Note that something was read, and what it was."""
+        held = TENSOR if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor else value
+        one = Seen(path, form, owner, key, held)
+        if self.found.setdefault(key_of(one), one) is one and isinstance(value, _HOLDERS):
+            self._function(value)
+
+    def _function(self, value: object) -> None:
+        """Note what a function is, as it can be changed where it stands."""
+        while isinstance(value, _HOLDERS[1:]):
+            inner = value.fget if isinstance(value, property) else getattr(value, "func", None)
+            value = inner if inner is not None else getattr(value, "__func__", None)
+        if isinstance(value, functools._lru_cache_wrapper):
+            value = value.__wrapped__
+        if isinstance(value, types.FunctionType) and (id(value), "attribute", "__code__") not in self.found:
+            for name in ("__code__", "__defaults__", "__kwdefaults__"):
+                self.note(f"{value.__name__}.{name}", "attribute", value, name, getattr(value, name))
+            self._whole(value.__kwdefaults__)
+
+    def _reason(self, what: str, frame: types.FrameType | None, owner: object) -> str:
+        text = f"{what}\n  at {line_text(own_line(line_from(frame)))}"
+        self._reasons.setdefault(text, owner)
+        return text
+
+    def _unseen(self, what: str, frame: types.FrameType, owner: object) -> None:
+        # torch's own Python depends on nothing else.
+        if is_torch(frame.f_code.co_filename):
+            return
+        self._reason(
+            f"{what}, and nobody can see whether that changes. Read it outside, and pass what it gives as an argument",
+            frame,
+            owner,
+        )
+
+    # -- names and attributes --------------------------------------------------------------------------------
+
+    def _global(self, frame: types.FrameType, one: Reading) -> None:
+        name, space = str(one.argument), frame.f_globals
+        if name in space:
+            self.note(name, "item", space, name, space[name])
+        else:
+            self.note(name, "item", space, name, MISSING)
+            self.note(name, "item", frame.f_builtins, name, frame.f_builtins.get(name, MISSING))
+
+    def _import(self, frame: types.FrameType, one: Reading) -> None:
+        name = str(one.argument)
+        self.note(name, "item", sys.modules, name, sys.modules.get(name, MISSING))
+
+    def _cell(self, frame: types.FrameType, one: Reading) -> None:
+        number, name = one.argument  # type: ignore[misc]
+        cell = operands.cell(frame, number)
+        if cell is not None:
+            try:
+                self.note(name, "cell", cell, None, cell.cell_contents)
+            # It has no value yet: Python raises for it.
+            except ValueError:
+                return
+
+    def _attribute(self, frame: types.FrameType, one: Reading) -> None:
+        self.attribute(operands.operand(frame, one.depth), str(one.argument), frame)
+
+    def attribute(self, owner: object, name: str, frame: types.FrameType) -> None:
+        """Note that an attribute was looked up: in an object, and in its class and the bases of that."""
+        kind = type(owner)
+        if kind in _FIXED or isinstance(owner, torch.Tensor):
+            self._buffer(owner, frame)
+        elif kind is super:
+            self._after_class(owner.__self_class__, owner.__thisclass__, name)  # type: ignore[attr-defined]
+        elif isinstance(owner, type):
+            self._class(owner, name)
+            self._class(kind, name)
+        elif kind.__getattribute__ in (object.__getattribute__, types.ModuleType.__getattribute__):
+            self._of_object(owner, name, frame)
+        elif isinstance(kind.__getattribute__, types.FunctionType):
+            self._class(kind, "__getattribute__")
+        else:
+            self._given_attribute(owner, name, frame)
+
+    def _of_object(self, owner: object, name: str, frame: types.FrameType) -> None:
+        kind = type(owner)
+        self._class(kind, name)
+        self._dunders(kind)
+        found = looked_up(kind, name)
+        if isinstance(found, property) or isinstance(owner, _VIEWS):
+            return
+        if isinstance(found, _DATA):
+            self._given_attribute(owner, name, frame)
+            return
+        try:
+            space = object.__getattribute__(owner, "__dict__")
+        # It has slots, or none: its class says all.
+        except AttributeError:
+            return
+        path = f"{getattr(owner, '__name__', kind.__name__)}.{name}"
+        self.note(path, "item", space, name, space.get(name, MISSING))
+        if kind.__flags__ & _HEAP and not isinstance(owner, types.ModuleType):
+            self.note(f"{kind.__name__}.__class__", "attribute", owner, "__class__", kind)
+            self.note(f"{kind.__name__}.__dict__", "attribute", owner, "__dict__", space)
+
+    def _given_attribute(self, owner: object, name: str, frame: types.FrameType) -> None:
+        """Note an attribute that C code gives, if it gives the same thing each time."""
+        if isinstance(owner, _BUFFERS):
+            self._buffer(owner, frame)
+            return
+        try:
+            value = getattr(owner, name)
+            again = value is getattr(owner, name) or isinstance(value, PLAIN)
+        # Python raises it too.
+        except AttributeError:
+            return
+        if again:
+            self.note(f"{type(owner).__name__}.{name}", "attribute", owner, name, value)
+        elif not is_c(value):
+            self._unseen(f"it reads {type(owner).__name__}.{name}", frame, owner)
+
+    def _class(self, kind: type, name: str) -> None:
+        """Note what a class and its bases have under a name. Classes of C code cannot change."""
+        if kind.__flags__ & _HEAP and (id(kind), "class", name) not in self.found:
+            self.note(f"{kind.__name__}.{name}", "class", kind, name, looked_up(kind, name))
+
+    def _after_class(self, kind: type, cls: type, name: str) -> None:
+        bases = kind.__mro__
+        for base in bases[bases.index(cls) + 1 :]:
+            self._class(base, name)
+            if name in vars(base):
+                break
+
+    def _super(self, frame: types.FrameType, one: Reading) -> None:
+        owner, cls = operands.operand(frame, one.depth), operands.operand(frame, one.depth, 1)
+        kind = owner if isinstance(owner, type) else type(owner)
+        if isinstance(cls, type):
+            self._after_class(kind, cls, str(one.argument))
+
+    def _dunders(self, kind: type) -> None:
+        """Note the functions of a class that Python calls by itself, for an operator or a loop."""
+        if kind in self._types or not kind.__flags__ & _HEAP:
+            return
+        self._types.add(kind)
+        for base in kind.__mro__:
+            if base.__flags__ & _HEAP:
+                for name, value in list(vars(base).items()):
+                    if name.startswith("__") and isinstance(value, types.FunctionType):
+                        self._class(kind, name)
+
+    # -- what containers hold --------------------------------------------------------------------------------
+
+    def _item(self, frame: types.FrameType, one: Reading) -> None:
+        key, owner = operands.operand(frame, one.depth), operands.operand(frame, one.depth, 1)
+        self._part(owner, key, frame)
+
+    def _part(self, owner: object, key: object, frame: types.FrameType) -> None:
+        """Note one item of a container."""
+        kind = type(owner)
+        if kind in _FIXED:
+            return
+        if isinstance(owner, types.MappingProxyType):
+            owner = gc.get_referents(owner)[0]
+        if isinstance(owner, dict):
+            self._dunders(kind)
+            path = f"{kind.__name__}[{key!r:.40}]" if isinstance(key, PLAIN) else kind.__name__
+            try:
+                self.note(path, "item", owner, key, dict.get(owner, key, MISSING))
+            # The key is no key: Python raises for it.
+            except TypeError:
+                return
+        elif isinstance(owner, (list, deque)) and isinstance(key, int) and -len(owner) <= key < len(owner):
+            self.note(f"{kind.__name__}[{key}]", "item", owner, key, owner[key])
+        else:
+            self._whole(owner, frame)
+
+    def _slice(self, frame: types.FrameType, one: Reading) -> None:
+        self._whole(operands.operand(frame, one.depth, 2), frame)
+
+    def _contains(self, frame: types.FrameType, one: Reading) -> None:
+        owner, item = operands.operand(frame, one.depth), operands.operand(frame, one.depth, 1)
+        if isinstance(owner, (dict, types.MappingProxyType)):
+            self._part(owner, item, frame)
+        else:
+            self._whole(owner, frame)
+
+    def _iterate(self, frame: types.FrameType, one: Reading) -> None:
+        self._whole(operands.operand(frame, one.depth), frame)
+
+    def _both(self, frame: types.FrameType, one: Reading) -> None:
+        for below in (0, 1):
+            self._deep(operands.operand(frame, one.depth, below), frame)
+
+    def _text(self, frame: types.FrameType, one: Reading) -> None:
+        self._deep(operands.operand(frame, one.depth), frame)
+
+    def _with(self, frame: types.FrameType, one: Reading) -> None:
+        self._dunders(type(operands.operand(frame, one.depth)))
+
+    def _truth(self, frame: types.FrameType, one: Reading) -> None:
+        value = operands.operand(frame, one.depth)
+        if isinstance(value, _CONTAINERS):
+            self._length(value)
+        elif type(value) not in _FIXED:
+            self._whole(value, frame)
+
+    def _length(self, owner: object) -> None:
+        self.note(f"len({type(owner).__name__})", "length", owner, None, len(owner))  # type: ignore[arg-type]
+
+    def _whole(self, owner: object, frame: types.FrameType | None = None) -> None:
+        """Note all that a container holds, a buffer's bytes, or that an iterator goes on."""
+        kind = type(owner)
+        if kind in _FIXED or isinstance(owner, _CODE):
+            return
+        if isinstance(owner, _CONTAINERS):
+            self._dunders(kind)
+            self._items(owner)
+        elif isinstance(owner, _VIEWS):
+            self._whole(gc.get_referents(owner)[0], frame)
+        elif isinstance(owner, (torch.Tensor, *_BUFFERS)) or kind.__module__ == "array":
+            self._buffer(owner, frame)
+        elif frame is None or isinstance(owner, (types.GeneratorType, types.CoroutineType)):
+            return
+        elif hasattr(kind, "__next__") and not isinstance(kind.__next__, types.FunctionType):
+            self._unseen(f"it goes on with {kind.__name__!r} that was begun before", frame, owner)
+        elif _is_python(owner):
+            self._dunders(kind)
+        elif kind.__module__.split(".")[0] not in _FOREIGN and (
+            kind.__hash__ is None or gc.is_tracked(owner)
+        ):
+            self._unseen(f"it reads an object of {kind.__module__}.{kind.__qualname__}", frame, owner)
+
+    def _items(self, owner: object) -> None:
+        self._length(owner)
+        kind = type(owner).__name__
+        if isinstance(owner, dict):
+            self.note(f"the keys of {kind}", "keys", owner, None, list(owner))
+        if isinstance(owner, (set, frozenset)):
+            self.note(f"what {kind} holds", "elements", owner, None, list(owner))
+            return
+        pairs = list(owner.items() if isinstance(owner, dict) else enumerate(owner))  # type: ignore[call-overload]
+        if len(pairs) > _MOST and all(isinstance(value, PLAIN) for _, value in pairs):
+            self.note(f"what {kind} holds", "elements", owner, None, [value for _, value in pairs])
+            return
+        for key, value in pairs:
+            self.note(f"{kind}[{key!r:.40}]", "item", owner, key, value)
+
+    def _deep(self, thing: object, frame: types.FrameType, objects: bool = False, most: int = 10_000) -> None:
+        """Note all that can be reached from something through containers, and through objects if they count."""
+        if type(thing) in _SIMPLE:
+            return
+        todo, known = [thing], set[int]()
+        while todo and len(known) < most:
+            one = todo.pop()
+            if type(one) in _SIMPLE or id(one) in known:
+                continue
+            known.add(id(one))
+            if isinstance(one, (tuple, frozenset)):
+                todo += one
+                continue
+            self._whole(one, frame)
+            if isinstance(one, _CONTAINERS):
+                todo += one.values() if isinstance(one, dict) else one
+            elif objects and not isinstance(one, (torch.Tensor, torch.nn.Module, *_CODE)):
+                space = getattr(one, "__dict__", None)
+                todo += [] if space is None else [space]
+
+    def _buffer(self, owner: object, frame: types.FrameType | None) -> None:
+        """Note the bytes of a buffer, or of a tensor of this process."""
+        if isinstance(owner, torch.Tensor) and type(owner) not in (torch.Tensor, torch.nn.Parameter):
+            return
+        if type(owner) in _FIXED or (id(owner), "bytes", None) in self.found:
+            return
+        content = None if _large(owner) else content_of(owner)
+        size = len(content[-1]) if content is not None else 0
+        if content is not None and self._bytes + size <= _MOST_BYTES:
+            self._bytes += size
+            self.note(f"what {type(owner).__name__} holds", "bytes", owner, None, content)
+        elif isinstance(owner, torch.Tensor):
+            self.note("the version of a local tensor", "version", owner, None, owner._version)
+        elif frame is not None:
+            what = (
+                f"it reads {type(owner).__name__}, which holds objects or more than {_MOST_BYTES >> 10} KiB"
+            )
+            self._unseen(what, frame, owner)
+
+    # -- calls -----------------------------------------------------------------------------------------------
+
+    def _call(self, frame: types.FrameType, one: Reading) -> None:
+        function, arguments = _called(frame, one)
+        while isinstance(function, functools.partial):
+            self._deep(function.keywords, frame)
+            function, arguments = function.func, (*function.args, *arguments)
+        if isinstance(function, types.MethodType):
+            function = function.__func__
+        self._function(function)
+        if isinstance(function, types.FunctionType):
+            return
+        if isinstance(function, type):
+            self._dunders(function)
+            if not function.__flags__ & _HEAP and id(function) not in _BLIND:
+                for argument in arguments:
+                    self._deep(argument, frame)
+            return
+        if isinstance(function, functools._lru_cache_wrapper):
+            self._cached(function)
+        elif (
+            is_c(function) or not hasattr(type(function), "__dict__") or type(function).__module__ in _FOREIGN
+        ):
+            self._c_call(function, arguments, frame)
+        else:
+            self._dunders(type(function))
+
+    def _cached(self, function: functools._lru_cache_wrapper[object]) -> None:
+        """Note what a function of the user's reads that is not called again, and that it keeps what it gave."""
+        code = getattr(function.__wrapped__, "__code__", None)
+        if code is not None and not of_a_library(code.co_filename):
+            self.note(f"the cache of {function.__name__}", "given", _answers, (function,), _answers(function))
+            for one in Reach([(function.__name__, function.__wrapped__)]).seen:
+                if not isinstance(one.holder, Anchor) and not isinstance(one.held, Anchor):
+                    self.found.setdefault(key_of(one), one)
+
+    def _c_call(self, function: object, arguments: tuple[object, ...], frame: types.FrameType) -> None:
+        owner = getattr(function, "__self__", None)
+        if owner is not None and not isinstance(owner, types.ModuleType):
+            arguments = (owner, *arguments)
+        name = getattr(function, "__name__", "")
+        judged = not is_torch(frame.f_code.co_filename)
+        if function is getattr or function is hasattr:
+            if len(arguments) > 1:
+                self.attribute(arguments[0], str(arguments[1]), frame)
+            return
+        if id(function) in _BLIND:
+            if function is len and isinstance(arguments[0], _CONTAINERS):
+                self._length(arguments[0])
+            self._asked(function, arguments, frame)
+            return
+        if gives_again(function, arguments):
+            self._given(function, arguments, frame)
+            return
+        first = arguments[0] if arguments else None
+        if isinstance(first, dict) and name in ("get", "__getitem__", "__contains__", "pop", "setdefault"):
+            self._part(first, arguments[1] if len(arguments) > 1 else None, frame)
+        else:
+            objects = str(getattr(function, "__module__", "")) in _PICKLING
+            for argument in arguments:
+                self._deep(argument, frame, judged and objects)
+        if judged and not of_arguments(function):
+            what = f"it calls {name_of(function)}()"
+            text = self._reason(
+                f"{what}, which is not known to give what its arguments decide. Call it outside, and pass what it "
+                "gives as an argument",
+                frame,
+                None,
+            )
+            self._then[id(frame)] = lambda result: self._reasons.pop(text, None) if result is None else None
+
+    def _asked(self, function: object, arguments: Sequence[object], frame: types.FrameType) -> None:
+        """Note what an abstract class says of an object, as another class may be registered with it."""
+        if (
+            function is isinstance
+            and type(arguments[-1]) is not type
+            and not isinstance(arguments[-1], tuple)
+        ):
+            self._given(function, tuple(arguments), frame)
+
+    def _given(self, function: object, arguments: tuple[object, ...], frame: types.FrameType) -> None:
+        """Note what a function gives that may be called again at each call."""
+        if any(isinstance(one, torch.Tensor) for one in arguments):
+            return
+        if arguments and getattr(function, "__self__", None) is arguments[0]:
+            arguments = arguments[1:]
+        path = f"{name_of(function)}()"
+        self._then[id(frame)] = lambda result: self.note(path, "given", function, arguments, result)
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def settle(self) -> list[str]:
+        """Let go of what only the call itself has held. Return the reasons that are left."""
+        self._then.clear()
+        lone = object()
+        # The variable, and the argument of the function that counts.
+        spare = sys.getrefcount(lone)
+        while True:
+            own = Counter(map(id, self._reasons.values()))
+            for one in self.found.values():
+                own.update((id(one.holder), id(one.held), *map(id, _copied(one))))
+            dead: list[object] = []
+            gone: list[str] = []
+            thing: object = None
+            for key, one in self.found.items():
+                thing = one.holder
+                alone = sys.getrefcount(thing) - spare <= own[id(thing)]
+                if one.form == "given":
+                    for thing in one.key:  # type: ignore[attr-defined]
+                        count = sys.getrefcount(thing) - spare
+                        alone = alone or (type(thing) not in _SIMPLE and count <= own[id(thing)])
+                if alone:
+                    dead.append(key)
+            for text, thing in self._reasons.items():
+                if sys.getrefcount(thing) - spare <= own[id(thing)]:
+                    gone.append(text)
+            thing = one = None  # type: ignore[assignment]
+            for key in dict.fromkeys(dead):
+                del self.found[key]  # type: ignore[arg-type]
+            for text in gone:
+                del self._reasons[text]
+            if not dead and not gone:
+                return list(self._reasons)
+
+
+def _copied(one: Seen) -> Sequence[object]:
+    """Return what a note holds in a list or tuple of its own."""
+    if one.form == "given":
+        return one.key  # type: ignore[return-value]
+    return one.held if one.form in ("elements", "keys") else ()  # type: ignore[return-value]
+
+
+# The type's flag says that Python code has made it, so that Python code may change it.
+_HEAP = 1 << 9
+_FOREIGN = ("operator", "numpy", "weakref", "torch", "torch._C", "functools")
+
+
+def _answers(function: functools._lru_cache_wrapper[object]) -> str:
+    """Return what changes when a function has been asked for something new, or has forgotten all."""
+    about = function.cache_info()
+    return f"{about.misses} {about.currsize}"
+
+
+def _is_python(owner: object) -> bool:
+    """Whether what an object holds is in attributes."""
+    slots = any("__slots__" in vars(base) for base in type(owner).__mro__)
+    return slots or isinstance(getattr(owner, "__dict__", None), dict)
+
+
+def _large(owner: object) -> bool:
+    return isinstance(owner, (torch.Tensor, np.ndarray)) and owner.nbytes > _MOST_BYTES
+
+
+def _called(frame: types.FrameType, one: Reading) -> tuple[object, tuple[object, ...]]:
+    """Return the function that a call calls, and its arguments."""
+    name, count = one.argument  # type: ignore[misc]
+    at = functools.partial(operands.operand, frame, one.depth)
+    if name == "CALL_FUNCTION_EX":
+        keywords = 1 if sys.version_info >= (3, 14) else count & 1
+        given, named = at(keywords), at(0) if keywords else None
+        function = at(keywords + (2 if sys.version_info >= (3, 13) else 1))
+        flat = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+        return function, (*flat, *(named.values() if isinstance(named, dict) else ()))
+    skipped = name in ("CALL_FUNCTION_KW", "CALL_KW")
+    arguments = tuple(at(skipped + k) for k in range(count - 1, -1, -1))
+    behind = skipped + count
+    if name in ("CALL_FUNCTION", "CALL_FUNCTION_KW"):
+        return at(behind), arguments
+    # A method stands below the object that it is called on. Below a function, or above it, nothing stands.
+    lower, upper = at(behind + 1), at(behind)
+    if lower is None:
+        return upper, arguments
+    return lower, (arguments if upper is None else (upper, *arguments))

@@ -1,0 +1,151 @@
+"""How the frames of a recorded call are looked at, instruction by instruction.
+
+Python 3.12 and later tell a tool of each instruction of a code that the tool has named. Before, a trace function
+is called for each instruction of a frame. A debugger's own function stands aside meanwhile.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+
+from .functions import is_torch, is_traced
+from .instructions import readings
+from .reads import Reads
+
+_MONITORED = sys.version_info >= (3, 12)
+# The number of this tool among those that Python knows: debuggers, coverage and profilers have 0 to 2.
+_TOOL = 4
+Local = Callable[[FrameType, str, object], object]
+
+
+@contextmanager
+def traced(reads: Reads) -> Iterator[None]:
+    """Let `reads` see what this thread's Python reads, until the end of the block."""
+    if _MONITORED:
+        with _monitored(reads):
+            yield
+        return
+    tracer, before = _Tracer(reads), sys.gettrace()
+    sys.settrace(tracer.enter)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def _looked_at(frame: FrameType) -> bool:
+    """Whether a frame runs for the user's Python: torch's, beneath this package's, does not."""
+    if not is_traced(frame.f_code.co_filename):
+        return False
+    caller: FrameType | None = frame
+    while caller is not None and is_torch(caller.f_code.co_filename):
+        caller = caller.f_back
+    return caller is frame or caller is None or is_traced(caller.f_code.co_filename)
+
+
+class _Tracer:
+    """What Python calls for each frame that begins, and for each of its instructions."""
+
+    def __init__(self, reads: Reads) -> None:
+        self._reads = reads
+        self._locals: dict[CodeType, Local] = {}
+
+    def enter(self, frame: FrameType, event: str, argument: object) -> Local | None:
+        """Say what is to be called for each instruction of a frame."""
+        if not _looked_at(frame):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        self._reads.enter(frame, frame.f_lasti > _first(frame.f_code))
+        code = frame.f_code
+        found = self._locals.get(code)
+        if found is None:
+            found = self._locals[code] = self._local(code)
+        return found
+
+    def _local(self, code: CodeType) -> Local:
+        table, step = readings(code), self._reads.step
+
+        def local(frame: FrameType, event: str, argument: object) -> Local:
+            if event == "opcode":
+                one = table.get(frame.f_lasti)
+                if one is not None:
+                    step(frame, one)
+            return local
+
+        return local
+
+
+def _first(code: CodeType) -> int:
+    """Return where a frame of a generator stands that has not begun."""
+    return 8 if code.co_flags & 0x2A0 else 1 << 30
+
+
+if _MONITORED:
+    _monitoring = sys.monitoring
+    _events = _monitoring.events
+    _lock = threading.Lock()
+    # What sees the reads of each thread that records.
+    _reading: dict[int, Reads] = {}
+
+    @contextmanager
+    def _monitored(reads: Reads) -> Iterator[None]:
+        with _lock:
+            if not _reading:
+                _monitoring.use_tool_id(_TOOL, "distruntime")
+                for event, function in _CALLBACKS.items():
+                    _monitoring.register_callback(_TOOL, event, function)
+                _monitoring.restart_events()
+                _monitoring.set_events(_TOOL, _events.PY_START | _events.PY_RESUME)
+            _reading[threading.get_ident()] = reads
+        try:
+            yield
+        finally:
+            with _lock:
+                del _reading[threading.get_ident()]
+                if not _reading:
+                    _monitoring.set_events(_TOOL, 0)
+                    for code in _named:
+                        _monitoring.set_local_events(_TOOL, code, 0)
+                    _named.clear()
+                    _monitoring.free_tool_id(_TOOL)
+
+    # The codes whose instructions Python tells of.
+    _named: set[CodeType] = set()
+
+    def _begins(code: CodeType, offset: int) -> object:
+        return _enter(code, False)
+
+    def _resumes(code: CodeType, offset: int) -> object:
+        return _enter(code, True)
+
+    def _enter(code: CodeType, resumed: bool) -> object:
+        if not is_traced(code.co_filename):
+            return _monitoring.DISABLE
+        reads = _reading.get(threading.get_ident())
+        if reads is not None:
+            frame = sys._getframe(2)
+            if _looked_at(frame):
+                reads.enter(frame, resumed)
+                if code not in _named:
+                    _named.add(code)
+                    _monitoring.set_local_events(_TOOL, code, _events.INSTRUCTION)
+        return None
+
+    def _instruction(code: CodeType, offset: int) -> object:
+        one = readings(code).get(offset)
+        if one is None:
+            return _monitoring.DISABLE
+        reads = _reading.get(threading.get_ident())
+        if reads is not None:
+            reads.step(sys._getframe(1), one)
+        return None
+
+    _CALLBACKS = {
+        _events.PY_START: _begins,
+        _events.PY_RESUME: _resumes,
+        _events.INSTRUCTION: _instruction,
+    }

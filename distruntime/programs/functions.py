@@ -50,8 +50,10 @@ def _module(function: object) -> str:
     named = getattr(function, "__module__", None)
     if isinstance(named, str):
         return named
-    kind = getattr(function, "__objclass__", None) or (owner if isinstance(owner, type) else type(owner))
-    return kind.__module__ if owner is not None or kind is not type(None) else "builtins"
+    # A method is one of the class that has it, which may be a base of the object's own.
+    name = getattr(function, "__name__", "")
+    kind = owner if isinstance(owner, type) else getattr(function, "__objclass__", type(owner))
+    return next((base.__module__ for base in kind.__mro__ if isinstance(vars(base).get(name), _METHODS)), "builtins")
 
 
 def of_arguments(function: object) -> bool:

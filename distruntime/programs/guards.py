@@ -234,7 +234,7 @@ def _condition(one: Seen, name: Callable[[object], str]) -> str:
         return f"(len({read}) == {len(value)} and all(map(is_, {read}, {name(value)})))"  # type: ignore[arg-type]
     if one.form == "item" and value is MISSING:
         return f"{_key(one, name)} not in {_text(one.holder, name)}"
-    if one.form == "class" and (value is MISSING or not _gives_itself(value) or type(one.owner) is not type):
+    if one.form == "class" and not _is_plainly_there(one):
         return f"looked_up({_text(one.holder, name)}, {one.key!r}) is {name(value)}"
     if value is None or value is True or value is False:
         return f"{read} is {value}"
@@ -243,9 +243,11 @@ def _condition(one: Seen, name: Callable[[object], str]) -> str:
     return f"{read} is {_text(one.held, name)}"
 
 
-def _gives_itself(value: object) -> bool:
+def _is_plainly_there(one: Seen) -> bool:
     """Whether a class gives what it has under a name as it is."""
-    return isinstance(value, _THEMSELVES) or not hasattr(type(value), "__get__")
+    value = one.value
+    itself = isinstance(value, _THEMSELVES) or not hasattr(type(value), "__get__")
+    return itself and value is not MISSING and type(one.owner) is type and not hasattr(type, str(one.key))
 
 
 _THEMSELVES = (types.FunctionType, types.GetSetDescriptorType, types.MemberDescriptorType, property)

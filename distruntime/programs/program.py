@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Generic, ParamSpec, TypeVar, overload
@@ -202,7 +203,7 @@ class Program(Generic[P, R]):
         ]
         tapes: list[tuple[Log, Tape]] = []
         found: Stripped
-        reads = Reads()
+        reads = Reads(id(sys._getframe()))
         try:
             tapes += [(log, log.begin_tape()) for log in session.logs]
             with watched(self._name, first, lenient), noting() as notes:
@@ -228,6 +229,7 @@ class Program(Generic[P, R]):
                 )
             if reasons:
                 recording.unfit = self.why = f"each call is recorded, since {reasons[0]}"
+            changed = reads.renew()
             after = Reach(roots)
             if not first:
                 require_unchanged(before, after)
@@ -242,6 +244,7 @@ class Program(Generic[P, R]):
             returned_from(found, recording, arguments, paths),
             found.tree,
             floats,
+            changed,
         )
         kept = {after.paths[path]._handle.ref for path in state}
         handles = [handle_of(leaf) for leaf in found.leaves]
@@ -258,8 +261,8 @@ class Program(Generic[P, R]):
         written = {id(tensor) for tensor, version in versions if _version(tensor) != version}
         changed_paths = [path for path, tensor in before.paths.items() if id(tensor) in written]
         kinds = renewed_kinds(run, entered, after)
-        odd = unsteady(before, after, kinds)
-        if odd and same is not None:
+        odd = "" if same is None else unsteady(before, after, kinds, run, same)
+        if odd:
             self.why = f"it left {odd} in another state than it found it in"
         elif same is not None and recording.acts:
             changed = [tensor for tensor, version in versions if _version(tensor) != version]

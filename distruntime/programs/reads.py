@@ -12,7 +12,7 @@ import gc
 import mmap
 import sys
 import types
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -40,6 +40,9 @@ _CODE = (
 )
 _VIEWS = (type({}.keys()), type({}.values()), type({}.items()), types.MappingProxyType)
 _BUFFERS = (np.ndarray, bytearray, memoryview, mmap.mmap, ctypes.Array, ctypes.Structure)
+# Python looks an attribute of these up in the object and in its class.
+_GENERIC = (object, dict, list, tuple, set, frozenset, str, bytes, int, float, complex, bytearray, deque)
+_GENERIC += (types.ModuleType, types.FunctionType, BaseException, OrderedDict, property)
 _DATA = (types.GetSetDescriptorType, types.MemberDescriptorType)
 # These take an object, and read nothing in it.
 _BLIND = frozenset(
@@ -55,7 +58,9 @@ _PICKLING = ("_pickle", "_json", "copyreg", "json", "pickle")
 class Reads:
     """What one call has read, of what was there before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, base: int) -> None:
+        # The id of the frame that calls the function.
+        self.base = base
         # Each read, by its owner's id, its form and its key.
         self.found: dict[Key, Seen] = {}
         # Why each call must be recorded, with the object that it depends on, if there is one.
@@ -174,10 +179,14 @@ class Reads:
             self._buffer(owner, frame)
         elif kind is super:
             self._after_class(owner.__self_class__, owner.__thisclass__, name)  # type: ignore[attr-defined]
+        elif isinstance(owner, types.CodeType):
+            return
         elif isinstance(owner, type):
             self._class(owner, name)
             self._class(kind, name)
-        elif kind.__getattribute__ in (object.__getattribute__, types.ModuleType.__getattribute__):
+        elif isinstance(owner, types.MethodType):
+            self.attribute(owner.__func__, name, frame)
+        elif getattr(kind.__getattribute__, "__objclass__", None) in _GENERIC:
             self._of_object(owner, name, frame)
         elif isinstance(kind.__getattribute__, types.FunctionType):
             self._class(kind, "__getattribute__")
@@ -499,7 +508,9 @@ class Reads:
                         alone = alone or (type(thing) not in _SIMPLE and count <= own[id(thing)])
                 if alone:
                     dead.append(key)
-            for text, thing in self._reasons.items():
+            # The iterator of a dictionary's items would hold one more reference.
+            for text in list(self._reasons):
+                thing = self._reasons[text]
                 if sys.getrefcount(thing) - spare <= own[id(thing)]:
                     gone.append(text)
             thing = one = None  # type: ignore[assignment]
@@ -509,6 +520,27 @@ class Reads:
                 del self._reasons[text]
             if not dead and not gone:
                 return list(self._reasons)
+
+
+    def renew(self) -> dict[Key, object]:
+        """Let each read say what is there now. Return what was read where that was something else.
+
+        Something that the call itself has put there is no state that it depends on. The next call finds what
+        is there now. Values that are not plain count as None.
+        """
+        changed: dict[Key, object] = {}
+        for key, one in list(self.found.items()):
+            try:
+                now = one.now()
+            except (LookupError, AttributeError, ValueError):
+                now = MISSING
+            if isinstance(now, torch.Tensor) and one.held is TENSOR or one.is_as(one.held, now):
+                continue
+            changed[key] = one.held if type(one.held) in _SIMPLE else None
+            one.held = TENSOR if isinstance(now, torch.Tensor) and type(now) is not torch.Tensor else now
+            if now is MISSING and one.form != "item" and one.form != "class":
+                del self.found[key]
+        return changed
 
 
 def _copied(one: Seen) -> Sequence[object]:

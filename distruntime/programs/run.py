@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,7 @@ from .changing import explained
 from .graphs import given
 from .reach import Reach, local_of
 from .recording import Name, Recording, difference
-from .seen import PLAIN, Seen, same
+from .seen import PLAIN, Key, Seen, same
 
 # The mesh, placements, shape and strides of a DTensor.
 Layout = tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...], tuple[int, ...]] | None
@@ -49,6 +49,8 @@ class Run:
     returned: list[Returned]
     tree: TreeSpec
     floats: dict[str, float] = field(default_factory=dict)
+    # What it has read, where something else stands behind it.
+    changed: Mapping[Key, object] = field(default_factory=dict)
 
     def difference(self, other: Run) -> str:
         """Say how another call did something else, or return nothing."""
@@ -226,12 +228,16 @@ def replaced(before: Reach, after: Reach, state: Collection[str]) -> dict[str, o
     }
 
 
-def unsteady(before: Reach, after: Reach, free: Collection[str]) -> str:
+def unsteady(before: Reach, after: Reach, free: Collection[str], run: Run, last: Run) -> str:
     """Say what a run has not left of the kind that it found, or return nothing.
 
     Only a run that ends as it began is what the next call would do. At the paths in `free` a call may find
     another kind of tensor than it leaves, or None.
     """
+    for key, value in run.changed.items():
+        # A run that has read what it then changed would read another value the next time.
+        if value is not None and not same(last.changed.get(key), value):
+            return str(key[2])
     known = {(one.path, one.form): one.value for one in before.seen}
     for one in after.seen:
         old = known.pop((one.path, one.form), None)

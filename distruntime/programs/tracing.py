@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
 
-from .functions import is_torch, is_traced
+from ..log.line import of_a_library
+from .functions import is_traced
 from .instructions import readings
 from .reads import Reads
 
@@ -37,14 +38,21 @@ def traced(reads: Reads) -> Iterator[None]:
         sys.settrace(before)
 
 
-def _looked_at(frame: FrameType) -> bool:
-    """Whether a frame runs for the user's Python: torch's, beneath this package's, does not."""
-    if not is_traced(frame.f_code.co_filename):
-        return False
+def _looked_at(frame: FrameType, base: int) -> bool:
+    """Whether a frame runs for the user's Python. What a library does beneath this package does not."""
     caller: FrameType | None = frame
-    while caller is not None and is_torch(caller.f_code.co_filename):
+    while caller is not None and id(caller) != base:
+        file = caller.f_code.co_filename
+        if not is_traced(file):
+            return False
+        if not of_a_library(file) and file != _GENERATED:
+            return True
         caller = caller.f_back
-    return caller is frame or caller is None or is_traced(caller.f_code.co_filename)
+    return True
+
+
+# Python's library gives this name to what it writes itself: the methods of a dataclass.
+_GENERATED = "<string>"
 
 
 class _Tracer:
@@ -56,7 +64,7 @@ class _Tracer:
 
     def enter(self, frame: FrameType, event: str, argument: object) -> Local | None:
         """Say what is to be called for each instruction of a frame."""
-        if not _looked_at(frame):
+        if not _looked_at(frame, self._reads.base):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         self._reads.enter(frame, frame.f_lasti > _first(frame.f_code))
@@ -128,7 +136,7 @@ if _MONITORED:
         reads = _reading.get(threading.get_ident())
         if reads is not None:
             frame = sys._getframe(2)
-            if _looked_at(frame):
+            if _looked_at(frame, reads.base):
                 reads.enter(frame, resumed)
                 if code not in _named:
                     _named.add(code)

@@ -1,0 +1,576 @@
+"""Kinds of state: lists, dictionaries, sets, texts and numbers, and what Python's functions make of them."""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import copy
+import datetime
+import decimal
+import fractions
+import heapq
+import itertools
+import json
+import math
+import operator
+import pathlib
+import pickle
+import re
+import statistics
+import string
+import struct
+import types
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from state_kinds import Here, State, even, kind
+from state_of_classes import Holder
+
+# -- a list, read by a function ------------------------------------------------------------------------------
+
+
+def _unpacked(values: list[float]) -> float:
+    one, *rest = values
+    return one + len(rest)
+
+
+def _matched(values: list[float]) -> float:
+    match values:
+        case [1.0, *_]:
+            return 3.0
+        case [first, *_] if first > 10:
+            return 2.0
+    return 1.0
+
+
+def _looped(values: list[float]) -> float:
+    total = 0.0
+    for value in values:
+        if value > 8:
+            break
+        total += value
+    return total
+
+
+# Each reads a list of five floats, and one of them changes. The length stays.
+_OF_A_LIST: dict[str, Callable[[list[float]], Any]] = {
+    "item": lambda values: values[0],
+    "item_from_the_end": lambda values: values[-5],
+    "sum": sum,
+    "max": max,
+    "min": lambda values: min([9.0, *values]),
+    "max_by_key": lambda values: max(values, key=lambda value: -value),
+    "sorted": lambda values: sorted(values)[-1],
+    "any": lambda values: 2.0 if any(value > 7 for value in values) else 1.0,
+    "all": lambda values: 2.0 if all(value < 7 for value in values) else 1.0,
+    "zip": lambda values: sum(a * b for a, b in zip(values, [1, 2, 3, 4, 5])),
+    "map": lambda values: sum(map(abs, values)),
+    "filter": lambda values: len(list(filter(lambda value: value > 8, values))) + 1,
+    "enumerate": lambda values: sum(k + value for k, value in enumerate(values)),
+    "reversed": lambda values: list(reversed(values))[-1],
+    "slice": lambda values: values[:2][0],
+    "strided_slice": lambda values: values[::-1][-1],
+    "unpacked": _unpacked,
+    "star_arguments": lambda values: (lambda a, *rest: a)(*values),
+    "comprehension": lambda values: sum([2 * value for value in values]),
+    "dictionary_comprehension": lambda values: {k: value for k, value in enumerate(values)}[0],
+    "set_comprehension": lambda values: max({value for value in values}),
+    "generator_expression": lambda values: next(value for value in values),
+    "in": lambda values: 2.0 if 6.0 in values else 1.0,
+    "index": lambda values: values.index(0.5) + (2 if 6.0 in values[:1] else 1),
+    "count": lambda values: values.count(6.0) + 1,
+    "compared": lambda values: 2.0 if values == [6.0, 0.5, 0.5, 0.5, 0.5] else 1.0,
+    "ordered": lambda values: 2.0 if values < [8.0] else 1.0,
+    "copied": lambda values: values.copy()[0],
+    "added": lambda values: (values + values)[0],
+    "repeated": lambda values: (values * 2)[5],
+    "as_a_tuple": lambda values: tuple(values).index(0.5) + max(tuple(values)),
+    "as_a_set": lambda values: max(set(values)),
+    "as_keys": lambda values: max(dict.fromkeys(values)),
+    "f_string": lambda values: float(f"{values[0]:.3f}"),
+    "f_string_of_all": lambda values: zlib.crc32(f"{values}".encode()) % 1000,
+    "percent": lambda values: float("%.2f" % values[0]),  # noqa: UP031
+    "join": lambda values: float("".join(["0", *map(str, values[:1])])),
+    "repr": lambda values: zlib.crc32(repr(values).encode()) % 1000,
+    "json": lambda values: zlib.crc32(json.dumps(values).encode()) % 1000,
+    "hash_of_a_tuple": lambda values: hash(tuple(values)) % 1000,
+    "chain": lambda values: next(itertools.chain(values)),
+    "product": lambda values: math.prod(values),
+    "fsum": math.fsum,
+    "mean": statistics.mean,
+    "bisect": lambda values: bisect.bisect([2.0, 8.0, 10.5, 12.0], values[0]) + 1,
+    "heap": lambda values: heapq.nlargest(1, values)[0],
+    "reduce_by_loop": _looped,
+    "matched": _matched,
+    "packed": lambda values: struct.unpack("<d", struct.pack("<d", values[0]))[0],
+    "local_tensor": lambda values: torch.tensor(values).sum().item(),
+    "walrus": lambda values: (first := values[0]) + first,
+    "iterator": lambda values: next(iter(values)),
+    "conditional": lambda values: 2.0 if values[0] > 8 else 1.0,
+    "while": lambda values: next(k for k in itertools.count() if k >= values[0]) + 1,
+}
+
+
+def _of_a_list(name: str, read: Callable[[list[float]], Any]) -> None:
+    def make(here: Here) -> State:
+        values = [1.0, 0.5, 0.5, 0.5, 0.5]
+        return (lambda: read(values)), (lambda k: values.__setitem__(0, float(k)))
+
+    make.__name__ = f"list_{name}"
+    kind()(make)
+
+
+for _name, _read in _OF_A_LIST.items():
+    _of_a_list(_name, _read)
+
+# Each reads a dictionary of two floats, and one of them changes.
+_OF_A_DICTIONARY: dict[str, Callable[[dict[str, float]], Any]] = {
+    "item": lambda values: values["a"],
+    "get": lambda values: values.get("a", 0.0),
+    "sum": lambda values: sum(values.values()),
+    "max_by_get": lambda values: len(max(values, key=values.get)),  # type: ignore[arg-type]
+    "items": lambda values: sum(value for key, value in values.items() if key == "a"),
+    "keywords": lambda values: (lambda a, bb: a)(**values),
+    "union": lambda values: (values | {"c": 1.0})["a"],
+    "copied": lambda values: dict(values)["a"],
+    "format": lambda values: float("{a}".format(**values)),
+    "percent": lambda values: float("%(a)s" % values),  # noqa: UP031
+    "json": lambda values: len(json.dumps(values)),
+    "compared": lambda values: 2.0 if values == {"a": 6.0, "bb": 3.0} else 1.0,
+    "by_operator": lambda values: operator.itemgetter("a")(values),
+}
+
+
+def _of_a_dictionary(name: str, read: Callable[[dict[str, float]], Any]) -> None:
+    def make(here: Here) -> State:
+        values = {"a": 1.0, "bb": 3.0}
+        return (lambda: read(values)), (lambda k: values.__setitem__("a", float(k)))
+
+    make.__name__ = f"dictionary_{name}"
+    kind()(make)
+
+
+for _name, _read in _OF_A_DICTIONARY.items():
+    _of_a_dictionary(_name, _read)
+
+# -- a value that is swapped ---------------------------------------------------------------------------------
+
+# Each has what reads a value, the first value, and the one at a call.
+_SWAPPED: dict[str, tuple[Callable[[Any], Any], Any, Callable[[int], Any]]] = {
+    "bool_for_int_for_float": (lambda v: len(type(v).__name__), 1, lambda k: True if even(k) else 1.0),
+    "int_for_bool": (lambda v: 2.0 if v is True else 1.0, 1, lambda k: True if even(k) else 1),
+    "int": (lambda v: v, 1, lambda k: k),
+    "large_int": (lambda v: v % 1000, 2**70 + 1, lambda k: 2**70 + k),
+    "nan": (lambda v: v, 1.0, lambda k: math.nan if even(k) else float(k)),
+    "nan_that_stays": (lambda v: 2.0 if v != v else 1.0, math.nan, lambda k: float("nan") if k < 11 else 1.0),
+    "infinity": (lambda v: v, 1.0, lambda k: math.inf if even(k) else -math.inf),
+    "negative_zero": (lambda v: v, 0.0, lambda k: -0.0 if even(k) else 0.0),
+    "sign_of_zero": (lambda v: math.copysign(1, v), 0.0, lambda k: -0.0 if even(k) else 0.0),
+    "sign_of_zero_in_a_tuple": (
+        lambda v: math.copysign(1, v[0]),
+        (0.0,),
+        lambda k: (-0.0,) if even(k) else (0.0,),
+    ),
+    "str": (lambda v: float(v), "1", lambda k: str(k)),
+    "str_of_equal_length": (lambda v: 2.0 if v == "relu" else 1.0, "tanh", lambda k: "relu"),
+    "bytes": (lambda v: v[0], b"\1", lambda k: bytes([k])),
+    "complex": (lambda v: v.imag, 1j, lambda k: complex(0, k)),
+    "none": (lambda v: 1.0 if v is None else v, None, lambda k: float(k)),
+    "ellipsis": (lambda v: 1.0 if v is ... else v, ..., lambda k: float(k)),
+    "tuple": (lambda v: v[0], (1.0, 2), lambda k: (float(k), 2)),
+    "equal_tuple_of_another_type": (
+        lambda v: len(type(v[0]).__name__),
+        (1,),
+        lambda k: (True,) if even(k) else (1.0,),
+    ),
+    "range": (lambda v: len(v), range(1), lambda k: range(k)),
+    "slice": (lambda v: sum([1, 2, 3][v]), slice(1), lambda k: slice(3) if even(k) else slice(2)),
+    "frozenset": (lambda v: max(v), frozenset({1, 0}), lambda k: frozenset({k, 0})),
+    "decimal": (lambda v: float(v), decimal.Decimal(1), lambda k: decimal.Decimal(k)),
+    "fraction": (lambda v: float(v), fractions.Fraction(1), lambda k: fractions.Fraction(k)),
+    "date": (lambda v: v.day, datetime.date(2020, 1, 1), lambda k: datetime.date(2020, 1, k)),
+    "duration": (
+        lambda v: v.total_seconds(),
+        datetime.timedelta(seconds=1),
+        lambda k: datetime.timedelta(seconds=k),
+    ),
+    "path": (lambda v: len(v.name), pathlib.PurePath("/a/b"), lambda k: pathlib.PurePath("/a", "b" * k)),
+    "type": (lambda v: float(v(1.5)), float, lambda k: int if even(k) else float),
+    "torch_size": (lambda v: v.numel(), torch.Size([1]), lambda k: torch.Size([k])),
+    "torch_dtype": (
+        lambda v: v.itemsize,
+        torch.float32,
+        lambda k: torch.float64 if even(k) else torch.float16,
+    ),
+    "torch_device": (
+        lambda v: len(str(v)),
+        torch.device("cpu"),
+        lambda k: torch.device("meta" if even(k) else "cpu"),
+    ),
+    "torch_memory_format": (
+        lambda v: 1.0 if v is torch.contiguous_format else 2.0,
+        torch.contiguous_format,
+        lambda k: torch.channels_last if even(k) else torch.contiguous_format,
+    ),
+    "compiled_pattern": (
+        lambda v: len(v.findall("abab")),
+        re.compile("ab"),
+        lambda k: re.compile("a|b" if even(k) else "b"),
+    ),
+    "template": (
+        lambda v: float(v.substitute(a=1)),
+        string.Template("$a"),
+        lambda k: string.Template(f"{k}$a"),
+    ),
+    "builtin_function": (lambda v: v(-3.5), abs, lambda k: math.floor if even(k) else abs),
+}
+
+
+def _swapped(name: str, read: Callable[[Any], Any], first: Any, later: Callable[[int], Any]) -> None:
+    def make(here: Here) -> State:
+        box = Holder(first)
+        return (lambda: read(box.v)), (lambda k: setattr(box, "v", later(k)))
+
+    make.__name__ = f"swapped_{name}"
+    kind()(make)
+
+
+for _name, (_read, _first, _later) in _SWAPPED.items():
+    _swapped(_name, _read, _first, _later)
+
+# -- containers ----------------------------------------------------------------------------------------------
+
+
+@kind()
+def list_in_a_tuple(here: Here) -> State:
+    values = (0, ([1.0],))
+    return (lambda: values[1][0][0]), (lambda k: values[1][0].__setitem__(0, float(k)))
+
+
+@kind()
+def list_that_grows(here: Here) -> State:
+    values = [1.0]
+    return (lambda: len(values)), (lambda k: values.append(1.0))
+
+
+@kind()
+def list_that_is_sorted_anew(here: Here) -> State:
+    values = [1.0, 2.0, 3.0]
+    return (lambda: values[0]), (lambda k: values.sort(reverse=even(k)))
+
+
+@kind()
+def list_that_holds_itself(here: Here) -> State:
+    values: list[Any] = [1.0]
+    values.append(values)
+    return (lambda: values[1][1][0]), (lambda k: values.__setitem__(0, float(k)))
+
+
+@kind()
+def long_list(here: Here) -> State:
+    values = [1.0] * 20_000
+    return (lambda: values[12_345]), (lambda k: values.__setitem__(12_345, float(k)))
+
+
+@kind("guarded or recorded", "list")
+def sum_of_a_long_list(here: Here) -> State:
+    values = [1.0] * 20_000
+    return (lambda: sum(values)), (lambda k: values.__setitem__(12_345, float(k)))
+
+
+@kind()
+def large_dictionary(here: Here) -> State:
+    values = dict.fromkeys(range(20_000), 1.0)
+    return (lambda: values[12_345]), (lambda k: values.__setitem__(12_345, float(k)))
+
+
+@kind()
+def dictionary_whose_keys_are_swapped(here: Here) -> State:
+    values: dict[str, float] = {"a": 1.0}
+
+    def change(k: int) -> None:
+        values.clear()
+        values["b" if even(k) else "a"] = 1.0
+
+    return (lambda: 2.0 if "b" in values else 1.0), change
+
+
+@kind()
+def order_of_a_dictionary(here: Here) -> State:
+    values = {"a": 1.0, "b": 2.0}
+    return (lambda: next(iter(values.values()))), (lambda k: values.update(a=values.pop("a")))
+
+
+@kind()
+def order_of_an_ordered_dictionary(here: Here) -> State:
+    values = collections.OrderedDict(a=1.0, b=2.0)
+    return (lambda: next(iter(values.values()))), (lambda k: values.move_to_end("a", last=even(k)))
+
+
+@kind()
+def view_of_a_dictionary(here: Here) -> State:
+    values = {"a": 1.0}
+    view = values.values()
+    return (lambda: sum(view)), (lambda k: values.update(a=float(k)))
+
+
+@kind()
+def key_by_identity(here: Here) -> State:
+    one = Holder()
+    values = {id(one): 1.0}
+    return (lambda: values[id(one)]), (lambda k: values.update({id(one): float(k)}))
+
+
+@kind()
+def set_of_equal_length(here: Here) -> State:
+    values = {1.0, 0.5}
+
+    def change(k: int) -> None:
+        values.discard(max(values))
+        values.add(float(k))
+
+    return (lambda: max(values)), change
+
+
+@kind()
+def member_of_a_set(here: Here) -> State:
+    values = {"a"}
+
+    def change(k: int) -> None:
+        values.clear()
+        values.add("b" if even(k) else "a")
+
+    return (lambda: 2.0 if "b" in values else 1.0), change
+
+
+@kind()
+def set_of_frozen_sets(here: Here) -> State:
+    values = [{frozenset({"a"})}]
+
+    def change(k: int) -> None:
+        values[0] = {frozenset({"b" if even(k) else "a"})}
+
+    return (lambda: 2.0 if frozenset("b") in values[0] else 1.0), change
+
+
+@kind()
+def double_ended_queue(here: Here) -> State:
+    values = collections.deque([1.0])
+    return (lambda: values[0]), (lambda k: values.__setitem__(0, float(k)))
+
+
+@kind()
+def double_ended_queue_rotated(here: Here) -> State:
+    values = collections.deque([1.0, 2.0, 3.0])
+    return (lambda: values[0] + 2 * sum(values)), (lambda k: values.rotate(1))
+
+
+@kind()
+def default_dictionary(here: Here) -> State:
+    values: Any = collections.defaultdict(lambda: 1.0, a=1.0)
+    return (lambda: values["a"]), (lambda k: values.__setitem__("a", float(k)))
+
+
+@kind()
+def factory_of_a_default_dictionary(here: Here) -> State:
+    values: Any = collections.defaultdict(lambda: 1.0)
+
+    def change(k: int) -> None:
+        values.default_factory = lambda: float(k)
+
+    # What was missing is not kept, as that would change the dictionary.
+    return (lambda: values.default_factory()), change
+
+
+@kind()
+def chain_of_dictionaries(here: Here) -> State:
+    base = {"v": 1.0}
+    values: Any = collections.ChainMap({}, base)
+    return (lambda: values["v"]), (lambda k: base.__setitem__("v", float(k)))
+
+
+@kind()
+def chain_of_dictionaries_hidden(here: Here) -> State:
+    values = collections.ChainMap({}, {"v": 1.0})
+    return (lambda: values["v"]), (lambda k: values.__setitem__("v", float(k)))
+
+
+@kind()
+def counter(here: Here) -> State:
+    values = collections.Counter("a")
+    return (lambda: values["a"]), (lambda k: values.update("a"))
+
+
+@kind()
+def counter_of_what_is_missing(here: Here) -> State:
+    values = collections.Counter("a")
+    return (lambda: values["b"] + 1), (lambda k: values.update("b"))
+
+
+@kind()
+def user_dictionary(here: Here) -> State:
+    values: Any = collections.UserDict(a=1.0)
+    return (lambda: values["a"]), (lambda k: values.__setitem__("a", float(k)))
+
+
+@kind()
+def user_list(here: Here) -> State:
+    values = collections.UserList([1.0])
+    return (lambda: values[0]), (lambda k: values.__setitem__(0, float(k)))
+
+
+@kind()
+def subclass_of_dict(here: Here) -> State:
+    class Config(dict[str, float]):
+        def __getattr__(self, name: str) -> float:
+            return self[name]
+
+    config = Config(scale=1.0)
+    return (lambda: config.scale), (lambda k: config.update(scale=float(k)))
+
+
+@kind()
+def subclass_of_dict_with_missing(here: Here) -> State:
+    class Config(dict[str, float]):
+        other = 1.0
+
+        def __missing__(self, key: str) -> float:
+            return self.other
+
+    config = Config()
+    return (lambda: config["a"]), (lambda k: setattr(config, "other", float(k)))
+
+
+@kind()
+def subclass_of_dict_filled_from_c(here: Here) -> State:
+    class Config(dict[str, float]):
+        def __getitem__(self, key: str) -> float:
+            return 2 * super().__getitem__(key)
+
+    config = Config(a=1.0)
+    return (lambda: config["a"]), (lambda k: dict.__setitem__(config, "a", float(k)))
+
+
+@kind()
+def subclass_of_list(here: Here) -> State:
+    class Values(list[float]):
+        def total(self) -> float:
+            return sum(self)
+
+    values = Values([1.0])
+    return (lambda: values.total()), (lambda k: values.__setitem__(0, float(k)))
+
+
+@kind()
+def subclass_of_set(here: Here) -> State:
+    class Values(set[float]):
+        pass
+
+    values = Values([1.0])
+    return (lambda: max(values)), (lambda k: (values.clear(), values.add(float(k))))
+
+
+@kind()
+def named_tuple_swapped(here: Here) -> State:
+    Point = collections.namedtuple("Point", "x y")
+    box = Holder(Point(1.0, 2.0))
+    return (lambda: box.v.x), (lambda k: setattr(box, "v", box.v._replace(x=float(k))))
+
+
+@kind()
+def mapping_proxy(here: Here) -> State:
+    values = {"a": 1.0}
+    proxy = types.MappingProxyType(values)
+    return (lambda: proxy["a"]), (lambda k: values.update(a=float(k)))
+
+
+@kind()
+def mapping_proxy_of_a_class(here: Here) -> State:
+    class Config:
+        scale = 1.0
+
+    return (lambda: vars(Config)["scale"]), (lambda k: setattr(Config, "scale", float(k)))
+
+
+@kind()
+def deep_copy(here: Here) -> State:
+    values = {"a": [1.0]}
+    return (lambda: copy.deepcopy(values)["a"][0]), (lambda k: values["a"].__setitem__(0, float(k)))
+
+
+@kind("guarded or recorded", "copy")
+def deep_copy_of_an_object(here: Here) -> State:
+    box = Holder([1.0])
+    return (lambda: copy.deepcopy(box).v[0]), (lambda k: box.v.__setitem__(0, float(k)))
+
+
+@kind("guarded or recorded", "pickle")
+def pickled_object(here: Here) -> State:
+    box = Holder([1.0])
+    return (lambda: zlib.crc32(pickle.dumps(box.v)) % 1000), (lambda k: box.v.__setitem__(0, float(k)))
+
+
+@kind()
+def text_that_is_matched(here: Here) -> State:
+    box = Holder("a1")
+    return (lambda: float(re.match("a([0-9]+)", box.v)[1])), (lambda k: setattr(box, "v", f"a{k}"))
+
+
+@kind()
+def weak_reference(here: Here) -> State:
+    box = Holder()
+    weak = weakref.ref(box)
+    return (lambda: weak().v), (lambda k: setattr(box, "v", float(k)))  # type: ignore[union-attr]
+
+
+@kind("guarded or recorded", "weak")
+def weak_proxy(here: Here) -> State:
+    box = Holder()
+    weak = weakref.proxy(box)
+    return (lambda: weak.v), (lambda k: setattr(box, "v", float(k)))
+
+
+@kind("guarded or recorded", "weak")
+def weak_values(here: Here) -> State:
+    boxes = [Holder()]
+    values = weakref.WeakValueDictionary({"a": boxes[0]})
+
+    def change(k: int) -> None:
+        boxes[0] = values["a"] = Holder(float(k))
+
+    return (lambda: values["a"].v), change
+
+
+@kind("guarded or recorded", "weak")
+def weak_keys(here: Here) -> State:
+    box = Holder()
+    values = weakref.WeakKeyDictionary({box: 1.0})
+    return (lambda: values[box]), (lambda k: values.__setitem__(box, float(k)))
+
+
+@kind("guarded or recorded", "weak")
+def weak_set(here: Here) -> State:
+    boxes = [Holder()]
+    values = weakref.WeakSet(boxes)
+
+    def change(k: int) -> None:
+        boxes.append(Holder())
+        values.add(boxes[-1])
+
+    return (lambda: len(values)), change
+
+
+@kind()
+def getter_of_attributes(here: Here) -> State:
+    box, getter = Holder(Holder()), operator.attrgetter("v.v")
+    return (lambda: getter(box)), (lambda k: setattr(box.v, "v", float(k)))
+
+
+@kind()
+def caller_of_methods(here: Here) -> State:
+    values, caller = {"a": 1.0}, operator.methodcaller("get", "a")
+    return (lambda: caller(values)), (lambda k: values.update(a=float(k)))

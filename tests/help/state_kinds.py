@@ -36,8 +36,8 @@ class Kind:
     """One kind of state.
 
     `ways` are those in which a program may be right about it. "guarded": it is replayed while nothing
-    changes. "recorded": it is never replayed, and `why` has `word`. "refused": it raises, and the error has
-    `word`.
+    changes. "recorded": it is never replayed, and `why` names what it is. "refused": it raises, and the error
+    names it. `word` is a regular expression of that name.
     """
 
     name: str

@@ -52,7 +52,7 @@ def unpacked_bytes(here: Here) -> State:
     )
 
 
-@kind("guarded or recorded", "c_double_Array")
+@kind("guarded or recorded", "c_double")
 def array_of_ctypes(here: Here) -> State:
     values = (ctypes.c_double * 2)(1.0, 1.0)
     return (lambda: values[0]), (lambda k: values.__setitem__(0, float(k)))
@@ -74,7 +74,7 @@ def mapped_memory(here: Here) -> State:
     return (lambda: memory[0]), (lambda k: memory.__setitem__(0, k))
 
 
-@kind("guarded or recorded", "BytesIO")
+@kind("guarded or recorded", "BytesIO|getvalue")
 def bytes_in_memory(here: Here) -> State:
     stream = io.BytesIO(b"\1")
 
@@ -85,7 +85,7 @@ def bytes_in_memory(here: Here) -> State:
     return (lambda: stream.getvalue()[0]), change
 
 
-@kind("recorded or refused", "StringIO")
+@kind("recorded or refused", "StringIO|read")
 def text_in_memory_that_is_read(here: Here) -> State:
     stream = io.StringIO("".join(str(k % 7) for k in range(99)))
     return (lambda: int(stream.read(1))), (lambda k: stream.read(1))
@@ -172,7 +172,7 @@ def numpy_array_swapped(here: Here) -> State:
     return (lambda: float(box.v[0])), (lambda k: setattr(box, "v", np.full(2, k)))
 
 
-@kind("guarded or recorded", "MaskedArray")
+@kind("guarded or recorded", "[Mm]ask|ndarray")
 def numpy_masked(here: Here) -> State:
     values: Any = np.ma.masked_array([1.0, 2.0], mask=[False, False])
     return (lambda: float(values.sum())), (lambda k: values.__setitem__(0, np.ma.masked if even(k) else k))
@@ -266,7 +266,7 @@ def list_in_a_context_variable(here: Here) -> State:
     return (lambda: variable.get()[0]), (lambda k: values.__setitem__(0, float(k)))
 
 
-@kind("guarded or recorded", "Event")
+@kind("guarded or recorded", "Event|is_set")
 def event_of_threads(here: Here) -> State:
     event = threading.Event()
     return (lambda: 2.0 if event.is_set() else 1.0), (lambda k: event.set() if even(k) else event.clear())
@@ -283,7 +283,7 @@ def lock_of_threads(here: Here) -> State:
     return (lambda: 2.0 if lock.locked() else 1.0), change
 
 
-@kind("guarded or recorded", "Queue")
+@kind("guarded or recorded", "[Qq]ueue")
 def queue_of_threads(here: Here) -> State:
     items: queue.Queue[float] = queue.Queue()
     return (lambda: items.qsize() + 1), (lambda k: items.put(1.0))
@@ -302,7 +302,7 @@ def future_of_tasks(here: Here) -> State:
     return (lambda: future.result() if future.done() else 1.0), change
 
 
-@kind("guarded or recorded", "level")
+@kind("guarded or recorded", "[Ll]ogg|isEnabledFor")
 def level_of_a_logger(here: Here) -> State:
     logger = logging.getLogger("state.of.a.program")
     here.callback(logger.setLevel, logging.NOTSET)
@@ -314,7 +314,7 @@ def level_of_a_logger(here: Here) -> State:
     return (lambda: 2.0 if logger.isEnabledFor(logging.INFO) else 1.0), change
 
 
-@kind("guarded or recorded", "decimal")
+@kind("guarded or recorded", "[Dd]ecimal")
 def precision_of_decimals(here: Here) -> State:
     here.enter_context(decimal.localcontext())
     decimal.getcontext().prec = 1

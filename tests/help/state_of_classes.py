@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import abc
+import copy
 import dataclasses
 import enum
 import functools
 import operator
 import types
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from state_kinds import Here, State, even, kind
@@ -228,9 +230,9 @@ def super_in_a_method(here: Here) -> State:
     return (lambda: layer.factor()), (lambda k: setattr(Base, "factor", lambda self: float(k)))
 
 
-@kind("guarded or recorded", "isinstance")
+@kind("guarded or recorded", "isinstance|Scaled")
 def registration_at_an_abstract_class(here: Here) -> State:
-    class Scaled(metaclass=abc.ABCMeta):
+    class Scaled(metaclass=abc.ABCMeta):  # noqa: B024
         pass
 
     class Config:
@@ -716,3 +718,112 @@ def order_by_a_class(here: Here) -> State:
 
     items = [Item(1.0), Item(20.0)]
     return (lambda: sorted(items)[0].v), (lambda k: setattr(items[0], "v", float(k)))
+
+
+@kind()
+def mapping_of_the_user(here: Here) -> State:
+    class Config(Mapping[str, float]):
+        def __init__(self) -> None:
+            self.values_of = {"a": 1.0}
+
+        def __getitem__(self, key: str) -> float:
+            return self.values_of[key]
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(self.values_of)
+
+        def __len__(self) -> int:
+            return len(self.values_of)
+
+    config = Config()
+    return (lambda: config.get("a", 0.0)), (lambda k: config.values_of.update(a=float(k)))
+
+
+@kind()
+def item_of_a_class(here: Here) -> State:
+    values = [1.0]
+
+    class Config:
+        def __class_getitem__(cls, key: object) -> float:
+            return values[0]
+
+    return (lambda: Config[3]), (lambda k: values.__setitem__(0, float(k)))
+
+
+@kind()
+def subclass_check(here: Here) -> State:
+    values = [1.0]
+
+    class Meta(type):
+        def __subclasscheck__(cls, other: type) -> bool:
+            return values[0] > 7
+
+    class Scaled(metaclass=Meta):
+        pass
+
+    return (lambda: 2.0 if issubclass(int, Scaled) else 1.0), (lambda k: values.__setitem__(0, float(k)))
+
+
+@kind()
+def class_that_is_made_inside(here: Here) -> State:
+    values = [1.0]
+
+    def read() -> float:
+        class Config:
+            scale = values[0]
+
+        return Config().scale
+
+    return read, (lambda k: values.__setitem__(0, float(k)))
+
+
+@kind()
+def copy_of_the_users(here: Here) -> State:
+    box = Holder()
+
+    class Config:
+        def __copy__(self) -> Holder:
+            return Holder(box.v)
+
+    config = Config()
+    return (lambda: copy.copy(config).v), (lambda k: setattr(box, "v", float(k)))  # type: ignore[attr-defined]
+
+
+@kind()
+def object_that_is_replaced_and_then_changed(here: Here) -> State:
+    boxes = [Holder()]
+
+    def change(k: int) -> None:
+        if even(k):
+            boxes[0] = Holder(float(k))
+        else:
+            boxes[0].v = float(k)
+
+    return (lambda: boxes[0].v), change
+
+
+@kind()
+def object_that_is_equal_and_another(here: Here) -> State:
+    box = Holder([1.0])
+    first = box.v
+    return (lambda: 1.0 if box.v is first else 2.0), (
+        lambda k: setattr(box, "v", [1.0] if even(k) else first)
+    )
+
+
+@kind()
+def attribute_that_is_deleted(here: Here) -> State:
+    class Config:
+        scale = 1.0
+
+    config = Config()
+    config.scale = 2.0
+
+    def change(k: int) -> None:
+        if even(k):
+            del config.scale
+        config.scale = float(k)
+        if k == 15:
+            del config.scale
+
+    return (lambda: config.scale), change

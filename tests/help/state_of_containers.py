@@ -574,3 +574,87 @@ def getter_of_attributes(here: Here) -> State:
 def caller_of_methods(here: Here) -> State:
     values, caller = {"a": 1.0}, operator.methodcaller("get", "a")
     return (lambda: caller(values)), (lambda k: values.update(a=float(k)))
+
+
+# -- what is missing, and what calls back --------------------------------------------------------------------
+
+
+@kind()
+def key_that_comes(here: Here) -> State:
+    values: dict[str, float] = {}
+
+    def read() -> float:
+        try:
+            return values["a"]
+        except KeyError:
+            return 1.0
+
+    def change(k: int) -> None:
+        if even(k):
+            values["a"] = 2.0
+        else:
+            values.pop("a", None)
+
+    return read, change
+
+
+@kind()
+def key_that_comes_while_another_goes(here: Here) -> State:
+    values = {"b": 2.0}
+
+    def change(k: int) -> None:
+        values.clear()
+        values["a" if even(k) else "b"] = float(k)
+
+    return (lambda: values.get("a", 1.0)), change
+
+
+@kind()
+def index_that_comes(here: Here) -> State:
+    values = [1.0]
+
+    def read() -> float:
+        try:
+            return values[1]
+        except IndexError:
+            return 1.0
+
+    return read, (lambda k: values.append(2.0))
+
+
+@kind()
+def first_that_is_true(here: Here) -> State:
+    box = Holder(0.0)
+    return (lambda: box.v or 1.0), (lambda k: setattr(box, "v", float(k) if even(k) else 0.0))
+
+
+@kind()
+def key_of_a_sort(here: Here) -> State:
+    signs = [1]
+    return (lambda: sorted([1, 2, 3], key=lambda v: signs[0] * v)[0]), (
+        lambda k: signs.__setitem__(0, -1 if even(k) else 1)
+    )
+
+
+@kind()
+def callback_of_a_substitution(here: Here) -> State:
+    values = [1.0]
+    return (lambda: float(re.sub("a", lambda match: str(values[0]), "a"))), (
+        lambda k: values.__setitem__(0, float(k))
+    )
+
+
+@kind()
+def callback_of_json(here: Here) -> State:
+    values = [1.0]
+    return (lambda: float(json.dumps(object(), default=lambda thing: values[0]))), (
+        lambda k: values.__setitem__(0, float(k))
+    )
+
+
+@kind()
+def callback_of_accumulation(here: Here) -> State:
+    values = [1.0]
+    return (lambda: [*itertools.accumulate([1, 2], lambda a, b: a + b * values[0])][1]), (
+        lambda k: values.__setitem__(0, float(k))
+    )

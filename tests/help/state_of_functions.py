@@ -12,6 +12,7 @@ import operator
 import sys
 import tempfile
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +263,7 @@ def partial_method(here: Here) -> State:
     return (lambda: layer.twice()), (lambda k: setattr(layer, "v", float(k)))
 
 
-@kind("guarded or recorded", "cache")
+@kind("guarded or recorded", "cache|given")
 def cache_that_is_cleared(here: Here) -> State:
     values = [1.0]
 
@@ -277,7 +278,7 @@ def cache_that_is_cleared(here: Here) -> State:
     return (lambda: given()), change
 
 
-@kind("guarded or recorded", "cache")
+@kind("guarded or recorded", "cache|given")
 def cache_that_is_full(here: Here) -> State:
     """What it holds is dropped by a call with another argument."""
     values = [1.0]
@@ -293,7 +294,7 @@ def cache_that_is_full(here: Here) -> State:
     return (lambda: given(0)), change
 
 
-@kind("guarded or recorded", "singledispatch")
+@kind("guarded or recorded", "dispatch|given")
 def single_dispatch_registered_anew(here: Here) -> State:
     @functools.singledispatch
     def given(what: object) -> float:
@@ -375,7 +376,7 @@ def generator_that_is_sent_to(here: Here) -> State:
     return (lambda: next(values)), (lambda k: values.send(float(k)))
 
 
-@kind("recorded or refused", "pop")
+@kind("refused", "change")
 def list_that_is_emptied(here: Here) -> State:
     """It is as long as before when the call ends."""
     values = [float(k) for k in range(30)]
@@ -545,3 +546,57 @@ def function_with_globals_of_its_own(here: Here) -> State:
     exec("def get():\n    return v", space)
     get = space["get"]
     return (lambda: get()), (lambda k: space.update(v=float(k)))
+
+
+@kind("guarded or recorded", "thread")
+def function_in_another_thread(here: Here) -> State:
+    values = [1.0]
+    pool = here.enter_context(ThreadPoolExecutor(1))
+    return (lambda: pool.submit(lambda: values[0]).result()), (lambda k: values.__setitem__(0, float(k)))
+
+
+@kind()
+def coroutine(here: Here) -> State:
+    values = [1.0]
+
+    async def inner() -> float:
+        return values[0]
+
+    async def outer() -> float:
+        return await inner()
+
+    def read() -> float:
+        try:
+            outer().send(None)
+        except StopIteration as end:
+            return end.value
+        return 0.0
+
+    return read, (lambda k: values.__setitem__(0, float(k)))
+
+
+@kind("guarded or recorded", "_getframe|frame")
+def frame_of_the_caller(here: Here) -> State:
+    box = Holder()
+
+    def given() -> float:
+        return sys._getframe(1).f_locals["mine"]
+
+    def read() -> float:
+        mine = box.v
+        return given() + 0 * mine
+
+    return read, (lambda k: setattr(box, "v", float(k)))
+
+
+@kind()
+def function_found_by_its_name(here: Here) -> State:
+    class Table:
+        def one(self) -> float:
+            return 1.0
+
+        def two(self) -> float:
+            return 2.0
+
+    table, names = Table(), ["one"]
+    return (lambda: getattr(table, names[0])()), (lambda k: names.__setitem__(0, "two" if even(k) else "one"))

@@ -44,7 +44,7 @@ def file_read_by_its_path(here: Here) -> State:
     )
 
 
-@kind("recorded or refused", "file")
+@kind("recorded or refused", "file|TextIO")
 def lines_of_an_open_file(here: Here) -> State:
     path = _folder(here) / "a"
     path.write_text("".join(f"{k}\n" for k in range(99)), encoding="utf-8")
@@ -52,7 +52,7 @@ def lines_of_an_open_file(here: Here) -> State:
     return (lambda: float(next(file))), (lambda k: next(file))
 
 
-@kind("recorded or refused", "file")
+@kind("recorded or refused", "file|open|read")
 def descriptor_of_a_file(here: Here) -> State:
     path = _folder(here) / "a"
     path.write_text("1", encoding="utf-8")
@@ -67,7 +67,7 @@ def descriptor_of_a_file(here: Here) -> State:
     return read, (lambda k: path.write_text(str(k), encoding="utf-8"))
 
 
-@kind("recorded or refused", "exists")
+@kind("recorded or refused", "exists|stat")
 def file_that_exists(here: Here) -> State:
     path = _folder(here) / "a"
     return (lambda: 2.0 if os.path.exists(path) else 1.0), (
@@ -233,11 +233,11 @@ def bytes_of_the_system(here: Here) -> State:
     return (lambda: int.from_bytes(os.urandom(6), "little")), (lambda k: None)
 
 
-@kind("recorded or refused", "secrets", fresh=True)
+@kind("recorded or refused", "secrets|randbits|random", fresh=True)
 def secret_numbers(here: Here) -> State:
     return (lambda: secrets.randbits(48)), (lambda k: None)
 
 
-@kind("recorded or refused", "uuid", fresh=True)
+@kind("recorded or refused", "uuid|urandom", fresh=True)
 def unique_name(here: Here) -> State:
     return (lambda: uuid.uuid4().int % 2**48), (lambda k: None)

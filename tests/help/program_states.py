@@ -7,8 +7,7 @@ the modules `state_of_...`, and says in which way a program is right about it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,34 +134,30 @@ def _near(one: float, other: float) -> bool:
     return abs(one - other) <= 1e-15 * abs(one)
 
 
-@contextmanager
-def varying(
-    names: list[str], device: str
-) -> Iterator[tuple[Callable[[], list[float]], Callable[[int], None]]]:
-    """Make state of these kinds. Yield what reads one number of each, from 0 to 1, and what changes all."""
-    with Here(device) as here:
-        made = [KINDS[name].make(here) for name in names]
-        reads, changes = [read for read, _ in made], [change for _, change in made]
-
-        def numbers() -> list[float]:
-            return [_tame(read()) for read in reads]
-
-        def change(k: int) -> None:
-            for one in changes:
-                one(k)
-
-        yield numbers, change
-
-
-def _tame(number: Any) -> float:
-    """Return a number from 0 to 1 that follows another one, as most random programs square what they get."""
-    value = float(number)
-    return 0.5 if value != value or abs(value) > 1e15 else value % 7 / 7
-
-
 # A random program draws from these: they are plain numbers, replayed, and change nothing beside them.
 DRAWN = [
     name
     for name, one in KINDS.items()
     if one.ways == ("guarded",) and not (one.acts or one.fresh or one.wide)
 ]
+
+
+class Drawn:
+    """State of some kinds that a random program reads, and what changes it."""
+
+    def __init__(self, names: Sequence[str], here: Here) -> None:
+        self._made = [KINDS[name].make(here) for name in names]
+
+    def numbers(self) -> list[float]:
+        """Return a number from 0 to 1 for each kind: random programs multiply what they get."""
+        return [_tame(read()) for read, _ in self._made]
+
+    def change(self, k: int, which: Sequence[int]) -> None:
+        """Change the state of some kinds as before the call `k`."""
+        for one in which:
+            self._made[one][1](k)
+
+
+def _tame(number: Any) -> float:
+    value = float(number)
+    return 0.5 if value != value or abs(value) > 1e15 else value % 7 / 7

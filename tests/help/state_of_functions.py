@@ -433,14 +433,14 @@ def function_of_the_library_that_is_patched(here: Here) -> State:
     return (lambda: math.fabs(-1)), (lambda k: here.put(math, "fabs", lambda number: float(k)))
 
 
-@kind()
+@kind(wide=True)
 def class_of_the_library_that_is_patched(here: Here) -> State:
     def read() -> float:
         with contextlib.nullcontext(1.0) as found:
             return found
 
     def change(k: int) -> None:
-        here.put(contextlib, "nullcontext", lambda found: contextlib.closing(_Closed(float(k))))
+        here.put(contextlib, "nullcontext", lambda found=None: contextlib.closing(_Closed(float(k))))
 
     return read, change
 
@@ -457,59 +457,59 @@ def attribute_of_a_module(here: Here) -> State:
     return (lambda: module.v), (lambda k: setattr(module, "v", float(k)))
 
 
-def _imported(here: Here, text: str) -> Any:
+def _imported(here: Here, name: str, text: str) -> Any:
     """Return a module of the user's that was imported from a folder."""
     folder = here.enter_context(tempfile.TemporaryDirectory())
-    Path(folder, "state_of_a_user.py").write_text(text, encoding="utf-8")
+    Path(folder, f"{name}.py").write_text(text, encoding="utf-8")
     sys.path.insert(0, folder)
     here.callback(sys.path.remove, folder)
-    here.callback(sys.modules.pop, "state_of_a_user", None)
+    here.callback(sys.modules.pop, name, None)
     importlib.invalidate_caches()
-    return importlib.import_module("state_of_a_user")
+    return importlib.import_module(name)
 
 
 @kind()
 def attribute_of_an_imported_module(here: Here) -> State:
-    module = _imported(here, "v = 1.0")
+    module = _imported(here, "user_a", "v = 1.0")
     return (lambda: module.v), (lambda k: setattr(module, "v", float(k)))
 
 
 @kind()
 def global_of_a_function_of_an_imported_module(here: Here) -> State:
-    module = _imported(here, "v = 1.0\ndef get():\n    return v\n")
+    module = _imported(here, "user_b", "v = 1.0\ndef get():\n    return v\n")
     return (lambda: module.get()), (lambda k: setattr(module, "v", float(k)))
 
 
 @kind()
 def function_of_an_imported_module_patched(here: Here) -> State:
-    module = _imported(here, "def get():\n    return 1.0\n")
+    module = _imported(here, "user_c", "def get():\n    return 1.0\n")
     return (lambda: module.get()), (lambda k: setattr(module, "get", lambda: float(k)))
 
 
 @kind()
 def getattr_of_a_module(here: Here) -> State:
-    module = _imported(here, "values = [1.0]\ndef __getattr__(name):\n    return values[0]\n")
+    module = _imported(here, "user_d", "values = [1.0]\ndef __getattr__(name):\n    return values[0]\n")
     return (lambda: module.scale), (lambda k: module.values.__setitem__(0, float(k)))
 
 
 @kind()
 def import_inside_the_function(here: Here) -> State:
-    module = _imported(here, "v = 1.0")
+    module = _imported(here, "user_e", "v = 1.0")
 
     def read() -> float:
-        import state_of_a_user  # type: ignore[import-not-found]
+        import user_e  # type: ignore[import-not-found]
 
-        return state_of_a_user.v
+        return user_e.v
 
     return read, (lambda k: setattr(module, "v", float(k)))
 
 
 @kind()
 def import_of_a_name_inside_the_function(here: Here) -> State:
-    module = _imported(here, "v = 1.0")
+    module = _imported(here, "user_f", "v = 1.0")
 
     def read() -> float:
-        from state_of_a_user import v
+        from user_f import v
 
         return v
 
@@ -518,13 +518,13 @@ def import_of_a_name_inside_the_function(here: Here) -> State:
 
 @kind()
 def module_by_name(here: Here) -> State:
-    module = _imported(here, "v = 1.0")
-    return (lambda: sys.modules["state_of_a_user"].v), (lambda k: setattr(module, "v", float(k)))
+    module = _imported(here, "user_g", "v = 1.0")
+    return (lambda: sys.modules["user_g"].v), (lambda k: setattr(module, "v", float(k)))
 
 
 @kind()
 def module_that_is_reloaded(here: Here) -> State:
-    module = _imported(here, "v = 1.0\ndef get():\n    return v\n")
+    module = _imported(here, "user_h", "v = 1.0\ndef get():\n    return v\n")
 
     def change(k: int) -> None:
         path = Path(str(module.__file__))

@@ -7,7 +7,7 @@ the modules `state_of_...`, and says in which way a program is right about it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,22 +142,7 @@ DRAWN = [
 ]
 
 
-class Drawn:
-    """State of some kinds that a random program reads, and what changes it."""
-
-    def __init__(self, names: Sequence[str], here: Here) -> None:
-        self._made = [KINDS[name].make(here) for name in names]
-
-    def numbers(self) -> list[float]:
-        """Return a number from 0 to 1 for each kind: random programs multiply what they get."""
-        return [_tame(read()) for read, _ in self._made]
-
-    def change(self, k: int, which: Sequence[int]) -> None:
-        """Change the state of some kinds as before the call `k`."""
-        for one in which:
-            self._made[one][1](k)
-
-
-def _tame(number: Any) -> float:
+def tame(number: Any) -> float:
+    """Return a number from 0 to 1 that follows another one, as random programs multiply what they get."""
     value = float(number)
     return 0.5 if value != value or abs(value) > 1e15 else value % 7 / 7

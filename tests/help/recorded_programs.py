@@ -19,8 +19,9 @@ import torch
 import distruntime as dr
 from agree import REMOTE
 from as_program import equal, read
-from program_states import DRAWN, Drawn
+from program_states import DRAWN, tame
 from state_kinds import CHANGES, Here
+from state_kinds import KINDS as STATES
 
 # These are for any place.
 _HERE = (
@@ -287,15 +288,16 @@ def compare(
         }
         dr.manual_seed(seed)
         with Here(REMOTE) as here:
-            drawn = Drawn(varying.names, here)
-            step = _step(acts, box, drawn, varying.turns)
+            made = [STATES[name].make(here) for name in varying.names]
+            step = _step(acts, box, [read for read, _ in made], varying.turns)
             act: Any = dr.program(step) if replayed else step
             found: list[object] = []
             for k in range(calls):
                 if replayed:
                     before(k)
-                if k in varying.changes:
-                    drawn.change(*varying.changes[k])
+                number, changed = varying.changes.get(k, (k, ()))
+                for one in changed:
+                    made[one][1](number)
                 xs = {name: tensors[k % 3] for name, tensors in data.items()}
                 order = -1 if turns and k % 2 else 1
                 out = act(xs, {name: tensors[k == bad] for name, tensors in index.items()}, order)
@@ -312,11 +314,13 @@ def compare(
     return act
 
 
-def _step(acts: Sequence[Act], box: Box, drawn: Drawn, turning: bool) -> Callable[..., Any]:
-    """Return a random program as a function of tensors, indices, and whether it does the acts in turn."""
+def _step(
+    acts: Sequence[Act], box: Box, reads: Sequence[Callable[[], Any]], turning: bool
+) -> Callable[..., Any]:
+    """Return a random program as a function of tensors, indices, and the order of its acts."""
 
     def step(xs: dict[str, torch.Tensor], indices: dict[str, torch.Tensor], order: int) -> Any:
-        numbers = drawn.numbers()
+        numbers = [tame(read()) for read in reads]
         for number in numbers:
             xs = {name: x * number + number for name, x in xs.items()}
         turned = turning and numbers[0] > 0.5

@@ -290,6 +290,15 @@ def attribute_that_is_rounded(here: Here) -> State:
 
 
 @kind()
+def attribute_beside_one_that_is_nan(here: Here) -> State:
+    """No number is NaN, so none follows what is computed with it."""
+    box, other = Holder(), Holder(float("nan"))
+    return (lambda: (box.v % 4 + 1) / 7 if other.v != 1.0 else other.v), (
+        lambda k: setattr(box, "v", float(k))
+    )
+
+
+@kind()
 def namespace(here: Here) -> State:
     box = types.SimpleNamespace(v=1.0)
     return (lambda: box.v), (lambda k: setattr(box, "v", float(k)))

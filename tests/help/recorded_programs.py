@@ -324,6 +324,8 @@ def _step(
         for number in numbers:
             xs = {name: x * number + number for name, x in xs.items()}
         turned = turning and numbers[0] > 0.5
-        return run(acts[:: -order if turned else order], box, xs, indices)
+        # Few acts may use what was computed with the numbers, so it is returned too.
+        given = [x * 1 for x in xs.values()] if numbers else []
+        return run(acts[:: -order if turned else order], box, xs, indices), given
 
     return step

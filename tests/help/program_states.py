@@ -19,8 +19,15 @@ import state_of_buffers
 import state_of_classes
 import state_of_containers
 import state_of_functions
+import state_of_iterators
+import state_of_layers
+import state_of_magic
+import state_of_modules
+import state_of_objects
 import state_of_process
 import state_of_torch
+import state_of_training
+import state_of_values
 from agree import REMOTE
 from state_kinds import CHANGES, KINDS, Here, Kind
 
@@ -28,8 +35,19 @@ from state_kinds import CHANGES, KINDS, Here, Kind
 GROUPS = {
     module.__name__.removeprefix("state_of_"): module
     for module in (
-        *(state_of_classes, state_of_containers, state_of_functions),
-        *(state_of_buffers, state_of_process, state_of_torch),
+        state_of_buffers,
+        state_of_classes,
+        state_of_containers,
+        state_of_functions,
+        state_of_iterators,
+        state_of_layers,
+        state_of_magic,
+        state_of_modules,
+        state_of_objects,
+        state_of_process,
+        state_of_torch,
+        state_of_training,
+        state_of_values,
     )
 }
 CALLS = 18
@@ -137,7 +155,7 @@ def _near(one: float, other: float) -> bool:
 # A random program draws from these: they are plain numbers, replayed, and change nothing beside them.
 DRAWN = [
     name
-    for name, one in KINDS.items()
+    for name, one in sorted(KINDS.items())
     if one.ways == ("guarded",) and not (one.acts or one.fresh or one.wide)
 ]
 

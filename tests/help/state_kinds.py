@@ -73,3 +73,10 @@ def kind(
 def even(k: int) -> bool:
     """Whether a call's number is even: state of two values changes with it, and begins as at an odd one."""
     return k % 2 == 0
+
+
+class Holder:
+    """It has one value, and others beside it."""
+
+    def __init__(self, v: Any = 1.0) -> None:
+        self.v = v

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from state_kinds import Here, State, even, kind
-from state_of_classes import Holder
+from state_kinds import Here, Holder, State, even, kind
 
 # -- buffers -------------------------------------------------------------------------------------------------
 

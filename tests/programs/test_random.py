@@ -49,7 +49,7 @@ def test_gradients_that_are_zeroed_between_calls_are_equal_to_eager(session: obj
     _tried(seed, ALL[seed % len(ALL)], 8, zeroed=True)
 
 
-@pytest.mark.parametrize("seed", [1004, 1049, 1064, 1124, 1159, 1289])
+@pytest.mark.parametrize("seed", [1009, 1064, 1104, 1129, 1149, 1159])
 def test_random_programs_that_read_state_of_this_process(session: object, seed: int) -> None:
     varying = varying_of(seed, 14)
     assert varying.names

@@ -2,21 +2,26 @@
 
 An act takes values of one place (a node, the other node, a mesh), and may be on another stream. It writes in
 place, makes views, draws, carries state from call to call, goes backward, copies between places, reduces over
-members, records events and waits for them. A list of acts follows from its seed.
+members, records events and waits for them. A list of acts follows from its seed. One program in five also
+reads state of this process, of the kinds in `program_states`, that changes between its calls.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import distruntime as dr
+from agree import REMOTE
 from as_program import equal, read
+from program_states import DRAWN, tame
+from state_kinds import CHANGES, Here
+from state_kinds import KINDS as STATES
 
 # These are for any place.
 _HERE = (
@@ -73,6 +78,33 @@ def acts_of(seed: int, kind: str) -> list[Act]:
             )
         )
     return found
+
+
+@dataclass(frozen=True)
+class Varying:
+    """The kinds of state that a program reads, and which of them change before a call, as at which number.
+
+    With `turns` the first number decides in which order the acts are done.
+    """
+
+    names: tuple[str, ...] = ()
+    changes: Mapping[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    turns: bool = False
+
+
+def varying_of(seed: int, calls: int) -> Varying:
+    """Return the state of a program: one in five reads some."""
+    choose = random.Random(f"state of {seed}")
+    if seed % 5 != 4:
+        return Varying()
+    names = choose.sample(DRAWN, choose.randrange(1, 4))
+    # A plan was replayed by the fifth call.
+    at = sorted(choose.sample(range(5, calls), 2))
+    changes = {
+        k: (number, tuple(choose.sample(range(len(names)), choose.randrange(1, len(names) + 1))))
+        for k, number in zip(at, CHANGES)
+    }
+    return Varying(tuple(names), changes, choose.random() < 0.5)
 
 
 class Home:
@@ -238,15 +270,16 @@ def compare(
     before: Callable[[int], None] = lambda k: None,
     turns: bool = False,
     zeroed: bool = False,
+    varying: Varying | None = None,
 ) -> Any:
     """Call a random program so often, as it is and replayed; raise `AssertionError` where they differ.
 
     In the call `bad` an index is out of range. `before` is called before each replayed call with its number.
     With `turns`, each other call is of another kind and does the acts from the last to the first. With
-    `zeroed`, each call finds no gradient. Return the program.
+    `zeroed`, each call finds no gradient. `varying` is the state that it reads. Return the program.
     """
     mesh = dr.init_device_mesh("cpu", (2,)) if "mesh" in KINDS[kind][0] else None
-    acts, seen = acts_of(seed, kind), []
+    acts, seen, varying = acts_of(seed, kind), [], varying or Varying()
     for replayed in (False, True):
         box = Box(seed, kind, mesh)
         data = {name: [torch.randn(4, 4).to(h.device) for _ in range(3)] for name, h in box.homes.items()}
@@ -254,28 +287,45 @@ def compare(
             name: [torch.tensor([0, k, 1, 2]).to(h.device) for k in (3, 9)] for name, h in box.homes.items()
         }
         dr.manual_seed(seed)
-
-        def step(
-            xs: dict[str, torch.Tensor], indices: dict[str, torch.Tensor], order: int, box: Box = box
-        ) -> Any:
-            return run(acts[::order], box, xs, indices)
-
-        act: Any = dr.program(step) if replayed else step
-        found: list[object] = []
-        for k in range(calls):
-            if replayed:
-                before(k)
-            xs = {name: tensors[k % 3] for name, tensors in data.items()}
-            order = -1 if turns and k % 2 else 1
-            out = act(xs, {name: tensors[k == bad] for name, tensors in index.items()}, order)
-            leaves = torch.utils._pytree.tree_leaves(out)
-            found += [k, *map(read, (*leaves, *box.tensors()))]
-            del out, leaves
-            for home in box.homes.values() if zeroed else ():
-                home.p.grad = None
+        with Here(REMOTE) as here:
+            made = [STATES[name].make(here) for name in varying.names]
+            step = _step(acts, box, [read for read, _ in made], varying.turns)
+            act: Any = dr.program(step) if replayed else step
+            found: list[object] = []
+            for k in range(calls):
+                if replayed:
+                    before(k)
+                number, changed = varying.changes.get(k, (k, ()))
+                for one in changed:
+                    made[one][1](number)
+                xs = {name: tensors[k % 3] for name, tensors in data.items()}
+                order = -1 if turns and k % 2 else 1
+                out = act(xs, {name: tensors[k == bad] for name, tensors in index.items()}, order)
+                leaves = torch.utils._pytree.tree_leaves(out)
+                found += [k, *map(read, (*leaves, *box.tensors()))]
+                del out, leaves
+                for home in box.homes.values() if zeroed else ():
+                    home.p.grad = None
         seen.append(found)
     for one, other in zip(*seen, strict=True):
         if isinstance(one, int):
             at = one
-        assert equal(one, other), f"seed {seed}, {kind}, call {at}: {one}, then {other}\n{acts}"
+        assert equal(one, other), f"seed {seed}, {kind}, call {at}: {one}, then {other}\n{acts}\n{varying}"
     return act
+
+
+def _step(
+    acts: Sequence[Act], box: Box, reads: Sequence[Callable[[], Any]], turning: bool
+) -> Callable[..., Any]:
+    """Return a random program as a function of tensors, indices, and the order of its acts."""
+
+    def step(xs: dict[str, torch.Tensor], indices: dict[str, torch.Tensor], order: int) -> Any:
+        numbers = [tame(read()) for read in reads]
+        for number in numbers:
+            xs = {name: x * number + number for name, x in xs.items()}
+        turned = turning and numbers[0] > 0.5
+        # Few acts may use what was computed with the numbers, so it is returned too.
+        given = [x * 1 for x in xs.values()] if numbers else []
+        return run(acts[:: -order if turned else order], box, xs, indices), given
+
+    return step

@@ -6,7 +6,8 @@
 Each program runs four times on the same two workers: once undisturbed, once with two kinds of calls in turns,
 once with a failure in one of its calls, and once with a connection that is cut in some of them. All values
 must be equal to eager's, bit for bit. All calls but the first five must be replays, unless two kinds take
-turns. Ends with 1 where that is not so, and prints the seed.
+turns. One program in five reads state of this process that changes: some of its calls must be replays. Ends
+with 1 where that is not so, and prints the seed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 import distruntime as dr
 from network import Network
 from processes import ListeningWorker
-from recorded_programs import KINDS, compare
+from recorded_programs import KINDS, compare, varying_of
 
 # So many calls of a program are recorded at most.
 RECORDED = 5
@@ -48,6 +49,7 @@ def options() -> argparse.Namespace:
 def tried(seed: int, way: str, calls: int, network: Network, counts: Counter[str]) -> str:
     """Run one program in one way; return what is wrong with it, or nothing."""
     kind = [*KINDS][seed % len(KINDS)]
+    varying = varying_of(seed, calls)
     cuts = (calls // 3, calls // 2, calls - 1) if way == "cut" else ()
 
     def before(k: int) -> None:
@@ -57,7 +59,7 @@ def tried(seed: int, way: str, calls: int, network: Network, counts: Counter[str
 
     try:
         bad = calls * 2 // 3 if way == "failure" else -1
-        program = compare(seed, kind, calls, bad, before, turns=way == "turns")
+        program = compare(seed, kind, calls, bad, before, turns=way == "turns", varying=varying)
     # A wrong program is counted, whatever it raises, and the others still run.
     except Exception as error:
         return f"seed {seed}, {kind}, {way}: {type(error).__name__}: {error}"
@@ -69,10 +71,12 @@ def tried(seed: int, way: str, calls: int, network: Network, counts: Counter[str
     counts[f"programs, {way}"] += 1
     counts[f"calls, {way}"] += calls
     counts[f"replays, {way}"] += program.replays
-    if way == "turns":
-        return ""
-    if program.replays < calls - RECORDED or program.why:
-        return f"seed {seed}, {kind}, {way}: {program.replays} replays of {calls} calls, {program.why}"
+    if varying.names:
+        counts["programs that read state"] += 1
+    few = not program.replays if varying.names else program.replays < calls - RECORDED or program.why
+    if few and way != "turns":
+        read = f", reads {', '.join(varying.names)}" if varying.names else ""
+        return f"seed {seed}, {kind}, {way}{read}: {program.replays} replays of {calls} calls, {program.why}"
     return ""
 
 

@@ -12,7 +12,7 @@ import pytest
 import distruntime as dr
 from network import Network
 from processes import ListeningWorker
-from recorded_programs import KINDS, compare
+from recorded_programs import KINDS, compare, varying_of
 
 ALL = [*KINDS]
 
@@ -49,15 +49,26 @@ def test_gradients_that_are_zeroed_between_calls_are_equal_to_eager(session: obj
     _tried(seed, ALL[seed % len(ALL)], 8, zeroed=True)
 
 
+@pytest.mark.parametrize("seed", [1009, 1064, 1104, 1129, 1149, 1159])
+def test_random_programs_that_read_state_of_this_process(session: object, seed: int) -> None:
+    varying = varying_of(seed, 14)
+    assert varying.names
+    program = compare(seed, ALL[seed % len(ALL)], 14, varying=varying)
+    assert program.replays, (varying, program.why)
+
+
 @pytest.mark.slow(reason="200 programs of 25 calls each")
 @pytest.mark.timeout(3000)
 def test_many_random_programs_are_equal_to_eager(session: object) -> None:
     recorded = []
     for seed in range(200):
         bad, zeroed = 17 if seed % 3 == 0 else -1, seed % 4 == 1
-        program = compare(1000 + seed, ALL[seed % len(ALL)], 25, bad, zeroed=zeroed)
+        varying = varying_of(1000 + seed, 25)
+        program = compare(1000 + seed, ALL[seed % len(ALL)], 25, bad, zeroed=zeroed, varying=varying)
         _read_failures(bad)
-        if program.replays < 20:
+        if varying.names:
+            assert program.replays, (seed, varying, program.why)
+        elif program.replays < 20:
             # A view of a kept tensor that was returned is held by the caller when the next call begins.
             assert "is held elsewhere too" in program.why, (seed, program.why)
             recorded.append(seed)

@@ -25,10 +25,11 @@ _NOT = frozenset(
 )
 _METHODS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _METHODS += (types.MethodWrapperType, types.ClassMethodDescriptorType)
-# Python's own modules that note what happens, and give nothing back.
-_NOTING = ("logging", "warnings", "threading", "importlib", "traceback", "linecache", "contextlib", "weakref")
+# Nothing that these of Python's own modules do decides what a function computes.
 _LIBRARY = os.path.dirname(os.__file__)
-_NOTING_FILES = tuple(os.path.join(_LIBRARY, name) for name in _NOTING)
+_UNREAD = tuple(os.path.join(_LIBRARY, name) for name in ("importlib", "traceback", "linecache", "tokenize"))
+# What these call by themselves (a clock, a lock) decides nothing. What they read may.
+_TRUSTED = tuple(os.path.join(_LIBRARY, name) for name in ("logging", "warnings", "threading", "weakref"))
 
 
 def is_c(function: object) -> bool:
@@ -53,7 +54,9 @@ def _module(function: object) -> str:
     # A method is one of the class that has it, which may be a base of the object's own.
     name = getattr(function, "__name__", "")
     kind = owner if isinstance(owner, type) else getattr(function, "__objclass__", type(owner))
-    return next((base.__module__ for base in kind.__mro__ if isinstance(vars(base).get(name), _METHODS)), "builtins")
+    return next(
+        (base.__module__ for base in kind.__mro__ if isinstance(vars(base).get(name), _METHODS)), "builtins"
+    )
 
 
 def of_arguments(function: object) -> bool:
@@ -64,27 +67,42 @@ def of_arguments(function: object) -> bool:
 def gives_again(function: object, arguments: tuple[object, ...]) -> bool:
     """Whether a function may be asked again at each call what it gives now."""
     name = getattr(function, "__name__", "")
-    if isinstance(function, (weakref.ReferenceType, type(os.getpid))) and not arguments:
-        known = isinstance(function, weakref.ReferenceType) or name in ("getpid", "getcwd", "get_ident")
-        setting = _module(function).startswith("torch") and name.lstrip("_").startswith(
-            ("get_", "is_", "has_")
-        )
-        return known or (setting and not isinstance(getattr(function, "__self__", None), torch.Tensor))
-    if name == "get" and len(arguments) == 1:
-        return isinstance(arguments[0], contextvars.ContextVar)
-    return False
+    if isinstance(function, weakref.ReferenceType):
+        return True
+    first = arguments[0] if arguments else None
+    if isinstance(first, (contextvars.ContextVar, torch._C.Generator)):
+        return len(arguments) == 1 and name in ("get", "initial_seed")
+    if not is_c(function) or not all(isinstance(one, _PLAIN) for one in arguments):
+        return False
+    setting = _module(function).startswith("torch") and name.lstrip("_").startswith(("get_", "is_", "has_"))
+    return setting or (
+        _module(function) in ("posix", "nt", "_thread") and name in ("getpid", "getcwd", "get_ident")
+    )
+
+
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
+
+
+def starts_thread(function: object) -> bool:
+    """Whether a function lets Python run where nobody looks at what it reads."""
+    return _module(function) == "_thread" and getattr(function, "__name__", "").startswith("start_")
+
+
+def draws(function: object) -> bool:
+    """Whether a function belongs to a generator of random numbers of this process."""
+    return _module(function).startswith(("random", "_random", "numpy.random"))
 
 
 @functools.lru_cache(maxsize=16384)
 def is_traced(file: str) -> bool:
-    """Whether what code of a file reads is looked at: all but this package's, and what only notes what happens."""
-    return file.startswith(_TORCH) or not file.startswith((_OWN, *_NOTING_FILES))
+    """Whether what code of a file reads is looked at: all but what this package reads."""
+    return file.startswith(_TORCH) or not file.startswith((_OWN, *_UNREAD))
 
 
 @functools.lru_cache(maxsize=16384)
-def is_torch(file: str) -> bool:
-    """Whether code of a file is torch's. What it calls depends on what it reads."""
-    return file.startswith(_TORCH)
+def is_trusted(file: str) -> bool:
+    """Whether what code of a file calls depends on what it reads: torch's does."""
+    return file.startswith((_TORCH, *_TRUSTED))
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep

@@ -13,7 +13,21 @@ import torch
 
 from .anchors import Anchor, anchored
 from .reach import Reach
-from .seen import LISTED, MISSING, PLAIN, TENSOR, Key, Seen, content_of, key_of, looked_up, same
+from .seen import (
+    LISTED,
+    MISSING,
+    PLAIN,
+    TENSOR,
+    Key,
+    Seen,
+    ask,
+    content_of,
+    elements_of,
+    key_of,
+    keys_of,
+    looked_up,
+    same,
+)
 
 _thing = operator.attrgetter("thing")
 _handle = operator.attrgetter("thing._handle")
@@ -107,6 +121,9 @@ class Guards:
             "same": same,
             "content_of": content_of,
             "looked_up": looked_up,
+            "elements_of": elements_of,
+            "keys_of": keys_of,
+            "ask": ask,
             "all": all,
             "settings": settings,
             "before": self._settings,
@@ -181,7 +198,8 @@ def _to_watch(reach: Reach, reads: Mapping[Key, Seen], free: frozenset[str]) -> 
     for one in reach.seen:
         read = rest.pop(key_of(one), None)
         tensors = isinstance(one.holder, (Anchor, torch.Tensor)) or isinstance(one.held, Anchor)
-        if one.path not in free and (read is not None or tensors):
+        # torch's own C code reads the hooks of a tensor.
+        if one.path not in free and (read is not None or tensors or "_hooks" in one.path):
             found.append(one)
     return found + [one for one in rest.values() if one.held is not TENSOR]
 
@@ -210,13 +228,13 @@ def _read(one: Seen, name: Callable[[object], str]) -> str:
         case "length":
             return f"len({owner})"
         case "keys":
-            return owner
+            return f"keys_of({owner})"
         case "elements":
-            return f"{owner}.values()" if isinstance(one.owner, Mapping) else owner
+            return f"elements_of({owner})"
         case "bytes":
             return f"content_of({owner})"
         case "given":
-            return f"{owner}(*{name(one.key)})"
+            return f"ask({owner}, {name(one.key)})"
     return f"{owner}._version"
 
 
@@ -231,9 +249,12 @@ def _condition(one: Seen, name: Callable[[object], str]) -> str:
     if one.form == "bytes":
         return f"{read} == {name(value)}"
     if one.form in LISTED:
-        return f"(len({read}) == {len(value)} and all(map(is_, {read}, {name(value)})))"  # type: ignore[arg-type]
+        # Its length is another condition.
+        return f"all(map(is_, {read}, {name(value)}))"
     if one.form == "item" and value is MISSING:
         return f"{_key(one, name)} not in {_text(one.holder, name)}"
+    if one.form == "attribute" and value is MISSING:
+        return f"not hasattr({_text(one.holder, name)}, {one.key!r})"
     if one.form == "class" and not _is_plainly_there(one):
         return f"looked_up({_text(one.holder, name)}, {one.key!r}) is {name(value)}"
     if value is None or value is True or value is False:

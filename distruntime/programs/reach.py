@@ -244,8 +244,9 @@ class Reach:
             except ValueError:
                 continue
             self._note(name, "cell", cell, None, value)
-        self._todo += [(f"{path}.__defaults__", function.__defaults__ or ())]
-        self._todo += [(f"{path}.__kwdefaults__", function.__kwdefaults__ or {})]
+        self._todo.append((f"{path}.__defaults__", function.__defaults__ or ()))
+        if function.__kwdefaults__:
+            self._todo.append((f"{path}.__kwdefaults__", function.__kwdefaults__))
         wrapped = function.__dict__.get("__wrapped__")
         if wrapped is not None:
             self._todo.append((path, wrapped))

@@ -7,11 +7,14 @@ arguments hold. If the function is not known to depend on them alone, what it gi
 from __future__ import annotations
 
 import ctypes
+import decimal
 import functools
 import gc
 import mmap
+import operator
 import sys
 import types
+import warnings
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 
@@ -21,10 +24,10 @@ import torch
 from ..log.line import line_from, line_text, of_a_library, own_line
 from . import operands
 from .anchors import Anchor
-from .functions import gives_again, is_c, is_torch, name_of, of_arguments
-from .instructions import Reading, readings
+from .functions import draws, gives_again, is_c, is_traced, is_trusted, name_of, of_arguments, starts_thread
+from .instructions import Reading
 from .reach import Reach
-from .seen import MISSING, PLAIN, TENSOR, Key, Seen, content_of, key_of, looked_up
+from .seen import MISSING, PLAIN, TENSOR, Key, Seen, content_of, elements_of, key_of, keys_of, looked_up
 
 _CONTAINERS = (dict, list, set, deque)
 _FIXED = (*PLAIN, tuple, frozenset, range, slice, type(...), type(NotImplemented))
@@ -52,6 +55,7 @@ _BLIND = frozenset(
 _MOST = 64
 # So many bytes of buffers are compared with what they were, in all.
 _MOST_BYTES = 65536
+_GETTERS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
 _PICKLING = ("_pickle", "_json", "copyreg", "json", "pickle")
 
 
@@ -137,7 +141,7 @@ class Reads:
 
     def _unseen(self, what: str, frame: types.FrameType, owner: object) -> None:
         # torch's own Python depends on nothing else.
-        if is_torch(frame.f_code.co_filename):
+        if is_trusted(frame.f_code.co_filename):
             return
         self._reason(
             f"{what}, and nobody can see whether that changes. Read it outside, and pass what it gives as an argument",
@@ -175,8 +179,10 @@ class Reads:
     def attribute(self, owner: object, name: str, frame: types.FrameType) -> None:
         """Note that an attribute was looked up: in an object, and in its class and the bases of that."""
         kind = type(owner)
-        if kind in _FIXED or isinstance(owner, torch.Tensor):
-            self._buffer(owner, frame)
+        if kind in _FIXED:
+            return
+        if isinstance(owner, torch.Tensor):
+            self._of_tensor(owner, name, frame)
         elif kind is super:
             self._after_class(owner.__self_class__, owner.__thisclass__, name)  # type: ignore[attr-defined]
         elif isinstance(owner, types.CodeType):
@@ -184,6 +190,8 @@ class Reads:
         elif isinstance(owner, type):
             self._class(owner, name)
             self._class(kind, name)
+            if isinstance(looked_up(kind, name), _DATA) and name != "__dict__":
+                self._given_attribute(owner, name, frame)
         elif isinstance(owner, types.MethodType):
             self.attribute(owner.__func__, name, frame)
         elif getattr(kind.__getattribute__, "__objclass__", None) in _GENERIC:
@@ -193,6 +201,12 @@ class Reads:
         else:
             self._given_attribute(owner, name, frame)
 
+    def _of_tensor(self, owner: torch.Tensor, name: str, frame: types.FrameType) -> None:
+        self._class(type(owner), name)
+        if looked_up(type(owner), name) is MISSING:
+            self.note(f"a tensor's {name}", "item", owner.__dict__, name, owner.__dict__.get(name, MISSING))
+        self._buffer(owner, frame)
+
     def _of_object(self, owner: object, name: str, frame: types.FrameType) -> None:
         kind = type(owner)
         self._class(kind, name)
@@ -200,7 +214,12 @@ class Reads:
         found = looked_up(kind, name)
         if isinstance(found, property) or isinstance(owner, _VIEWS):
             return
-        if isinstance(found, _DATA):
+        self._dunders(type(found))
+        if (
+            found is not MISSING
+            and hasattr(type(found), "__set__")
+            and not _is_python_method(found, "__get__")
+        ):
             self._given_attribute(owner, name, frame)
             return
         try:
@@ -208,7 +227,7 @@ class Reads:
         # It has slots, or none: its class says all.
         except AttributeError:
             return
-        path = f"{getattr(owner, '__name__', kind.__name__)}.{name}"
+        path = f"{owner.__name__ if isinstance(owner, types.ModuleType) else kind.__name__}.{name}"
         self.note(path, "item", space, name, space.get(name, MISSING))
         if kind.__flags__ & _HEAP and not isinstance(owner, types.ModuleType):
             self.note(f"{kind.__name__}.__class__", "attribute", owner, "__class__", kind)
@@ -222,9 +241,9 @@ class Reads:
         try:
             value = getattr(owner, name)
             again = value is getattr(owner, name) or isinstance(value, PLAIN)
-        # Python raises it too.
+        # Python raises it too, or takes a default.
         except AttributeError:
-            return
+            value, again = MISSING, True
         if again:
             self.note(f"{type(owner).__name__}.{name}", "attribute", owner, name, value)
         elif not is_c(value):
@@ -276,7 +295,10 @@ class Reads:
             self._dunders(kind)
             path = f"{kind.__name__}[{key!r:.40}]" if isinstance(key, PLAIN) else kind.__name__
             try:
-                self.note(path, "item", owner, key, dict.get(owner, key, MISSING))
+                if _is_python_method(owner, "__getitem__") or _is_python_method(owner, "__contains__"):
+                    self.note(path, "given", dict.get, (owner, key, MISSING), dict.get(owner, key, MISSING))
+                else:
+                    self.note(path, "item", owner, key, dict.get(owner, key, MISSING))
             # The key is no key: Python raises for it.
             except TypeError:
                 return
@@ -300,7 +322,10 @@ class Reads:
 
     def _both(self, frame: types.FrameType, one: Reading) -> None:
         for below in (0, 1):
-            self._deep(operands.operand(frame, one.depth, below), frame)
+            value = operands.operand(frame, one.depth, below)
+            if isinstance(value, decimal.Decimal):
+                self.note("decimal.getcontext()", "given", _decimals, (), _decimals())
+            self._deep(value, frame)
 
     def _text(self, frame: types.FrameType, one: Reading) -> None:
         self._deep(operands.operand(frame, one.depth), frame)
@@ -345,15 +370,16 @@ class Reads:
         self._length(owner)
         kind = type(owner).__name__
         if isinstance(owner, dict):
-            self.note(f"the keys of {kind}", "keys", owner, None, list(owner))
-        if isinstance(owner, (set, frozenset)):
-            self.note(f"what {kind} holds", "elements", owner, None, list(owner))
+            keys = list(keys_of(owner))
+            if not any(isinstance(key, torch.Tensor) for key in keys):
+                self.note(f"the keys of {kind}", "keys", owner, None, keys)
+        values = list(elements_of(owner))
+        tensors = any(isinstance(value, torch.Tensor) for value in values)
+        long = len(values) > _MOST and all(isinstance(value, PLAIN) for value in values)
+        if long or (isinstance(owner, (set, frozenset)) and not tensors):
+            self.note(f"what {kind} holds", "elements", owner, None, values)
             return
-        pairs = list(owner.items() if isinstance(owner, dict) else enumerate(owner))  # type: ignore[call-overload]
-        if len(pairs) > _MOST and all(isinstance(value, PLAIN) for _, value in pairs):
-            self.note(f"what {kind} holds", "elements", owner, None, [value for _, value in pairs])
-            return
-        for key, value in pairs:
+        for key, value in zip(keys if isinstance(owner, dict) else range(len(values)), values):
             self.note(f"{kind}[{key!r:.40}]", "item", owner, key, value)
 
     def _deep(self, thing: object, frame: types.FrameType, objects: bool = False, most: int = 10_000) -> None:
@@ -399,13 +425,20 @@ class Reads:
 
     def _call(self, frame: types.FrameType, one: Reading) -> None:
         function, arguments = _called(frame, one)
+        if arguments and one.argument[0] == "CALL_FUNCTION_EX":  # type: ignore[index]
+            for below in (0, 1):
+                self._whole(operands.operand(frame, one.depth, below), frame)
         while isinstance(function, functools.partial):
+            for name in ("func", "args", "keywords"):
+                self.note(f"partial.{name}", "attribute", function, name, getattr(function, name))
             self._deep(function.keywords, frame)
             function, arguments = function.func, (*function.args, *arguments)
         if isinstance(function, types.MethodType):
             function = function.__func__
         self._function(function)
         if isinstance(function, types.FunctionType):
+            if not is_traced(function.__code__.co_filename) and gives_again(function, arguments):
+                self._given(function, arguments, frame)
             return
         if isinstance(function, type):
             self._dunders(function)
@@ -435,8 +468,10 @@ class Reads:
         owner = getattr(function, "__self__", None)
         if owner is not None and not isinstance(owner, types.ModuleType):
             arguments = (owner, *arguments)
+        for argument in arguments:
+            self._dunders(type(argument))
         name = getattr(function, "__name__", "")
-        judged = not is_torch(frame.f_code.co_filename)
+        judged = not is_trusted(frame.f_code.co_filename)
         if function is getattr or function is hasattr:
             if len(arguments) > 1:
                 self.attribute(arguments[0], str(arguments[1]), frame)
@@ -446,18 +481,21 @@ class Reads:
                 self._length(arguments[0])
             self._asked(function, arguments, frame)
             return
-        if gives_again(function, arguments):
+        if gives_again(function, arguments) and (judged or len(arguments) < 2):
             self._given(function, arguments, frame)
             return
         first = arguments[0] if arguments else None
         if isinstance(first, dict) and name in ("get", "__getitem__", "__contains__", "pop", "setdefault"):
             self._part(first, arguments[1] if len(arguments) > 1 else None, frame)
         else:
-            objects = str(getattr(function, "__module__", "")) in _PICKLING
+            objects = isinstance(function, _GETTERS) or type(function).__module__ in _PICKLING
+            objects = objects or str(getattr(function, "__module__", "")) in _PICKLING
             for argument in arguments:
-                self._deep(argument, frame, judged and objects)
-        if judged and not of_arguments(function):
-            what = f"it calls {name_of(function)}()"
+                self._deep(argument, frame, judged and (objects or isinstance(argument, _GETTERS)))
+        if function is warnings.warn or function is warnings.warn_explicit:
+            self._whole(warnings.filters, frame)
+        elif (judged and not of_arguments(function)) or starts_thread(function):
+            what = f"it {'draws random numbers in this process, by' if draws(function) else 'calls'} {name_of(function)}()"
             text = self._reason(
                 f"{what}, which is not known to give what its arguments decide. Call it outside, and pass what it "
                 "gives as an argument",
@@ -521,7 +559,6 @@ class Reads:
             if not dead and not gone:
                 return list(self._reasons)
 
-
     def renew(self) -> dict[Key, object]:
         """Let each read say what is there now. Return what was read where that was something else.
 
@@ -534,7 +571,7 @@ class Reads:
                 now = one.now()
             except (LookupError, AttributeError, ValueError):
                 now = MISSING
-            if isinstance(now, torch.Tensor) and one.held is TENSOR or one.is_as(one.held, now):
+            if (isinstance(now, torch.Tensor) and one.held is TENSOR) or one.is_as(one.held, now):
                 continue
             changed[key] = one.held if type(one.held) in _SIMPLE else None
             one.held = TENSOR if isinstance(now, torch.Tensor) and type(now) is not torch.Tensor else now
@@ -552,13 +589,37 @@ def _copied(one: Seen) -> Sequence[object]:
 
 # The type's flag says that Python code has made it, so that Python code may change it.
 _HEAP = 1 << 9
-_FOREIGN = ("operator", "numpy", "weakref", "torch", "torch._C", "functools")
+_FOREIGN = (
+    "operator",
+    "numpy",
+    "weakref",
+    "torch",
+    "functools",
+    "re",
+    "_sre",
+    "datetime",
+    "decimal",
+    "fractions",
+)
+_FOREIGN += ("struct", "_struct", "typing", "types", "contextvars", "_contextvars", "_json", "itertools")
+
+
+def _decimals() -> str:
+    """Return what the arithmetic of decimals depends on besides its operands."""
+    return repr(decimal.getcontext())
 
 
 def _answers(function: functools._lru_cache_wrapper[object]) -> str:
     """Return what changes when a function has been asked for something new, or has forgotten all."""
     about = function.cache_info()
     return f"{about.misses} {about.currsize}"
+
+
+def _is_python_method(owner: object, name: str) -> bool:
+    """Whether Python code runs when Python itself calls this method of an object."""
+    return isinstance(
+        looked_up(type(owner), name), (types.FunctionType, functools.partialmethod, classmethod)
+    )
 
 
 def _is_python(owner: object) -> bool:

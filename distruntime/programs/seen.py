@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,7 +66,7 @@ class Seen:
                 gone = self.held is MISSING and key not in owner  # type: ignore[operator]
                 return MISSING if gone else owner[key]  # type: ignore[index]
             case "attribute":
-                return getattr(owner, str(key))
+                return getattr(owner, str(key), MISSING) if self.held is MISSING else getattr(owner, str(key))
             case "cell":
                 return owner.cell_contents  # type: ignore[attr-defined]
             case "length":
@@ -72,13 +74,13 @@ class Seen:
             case "class":
                 return looked_up(owner, str(key))
             case "keys":
-                return list(owner)  # type: ignore[call-overload]
+                return list(keys_of(owner))
             case "elements":
-                return list(owner.values() if isinstance(owner, Mapping) else owner)  # type: ignore[call-overload]
+                return list(elements_of(owner))
             case "bytes":
                 return content_of(owner)
             case "given":
-                return owner(*key)  # type: ignore[operator, misc]
+                return ask(owner, key)  # type: ignore[arg-type]
         return owner._version  # type: ignore[attr-defined]
 
     def is_as(self, value: object, now: object) -> bool:
@@ -103,6 +105,28 @@ def key_of(one: Seen) -> Key:
     if one.form == "given":
         return id(one.owner), one.form, tuple(map(id, key))  # type: ignore[call-overload]
     return id(one.owner), one.form, key if type(key) in _SIMPLE else id(key)
+
+
+def ask(function: Callable[..., object], arguments: Sequence[object]) -> object:
+    """Return what a function gives. One that raises now does not give what it gave."""
+    try:
+        return function(*arguments)
+    except Exception:
+        return MISSING
+
+
+def keys_of(owner: object) -> Iterable[object]:
+    """Return the keys of a dictionary in their order, whatever a class of the user's does."""
+    kind = OrderedDict if isinstance(owner, OrderedDict) else dict
+    return kind.keys(owner)  # type: ignore[arg-type]
+
+
+def elements_of(owner: object) -> Iterable[object]:
+    """Return what a container holds, whatever a class of the user's does when one asks it."""
+    if isinstance(owner, dict):
+        return map(functools.partial(dict.__getitem__, owner), keys_of(owner))
+    kind = next(kind for kind in (list, set, frozenset, deque) if isinstance(owner, kind))
+    return kind.__iter__(owner)  # type: ignore[no-any-return, attr-defined]
 
 
 def same(one: object, other: object) -> bool:

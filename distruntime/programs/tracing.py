@@ -6,6 +6,9 @@ is called for each instruction of a frame. A debugger's own function stands asid
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -67,7 +70,7 @@ class _Tracer:
         if not _looked_at(frame, self._reads.base):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        self._reads.enter(frame, frame.f_lasti > _first(frame.f_code))
+        self._reads.enter(frame, frame.f_lasti in _resumptions(frame.f_code))
         code = frame.f_code
         found = self._locals.get(code)
         if found is None:
@@ -87,9 +90,16 @@ class _Tracer:
         return local
 
 
-def _first(code: CodeType) -> int:
-    """Return where a frame of a generator stands that has not begun."""
-    return 8 if code.co_flags & 0x2A0 else 1 << 30
+@functools.lru_cache(maxsize=16384)
+def _resumptions(code: CodeType) -> frozenset[int]:
+    """Return where a generator's frame stands when it goes on."""
+    if sys.version_info < (3, 11):
+        return frozenset(range(len(code.co_code))) if code.co_flags & _GENERATOR else frozenset()
+    steps = dis.get_instructions(code)
+    return frozenset(one.offset for one in steps if one.opname == "RESUME" and (one.arg or 0) & 3)
+
+
+_GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 if _MONITORED:

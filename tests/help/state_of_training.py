@@ -86,7 +86,8 @@ def backward_hook_of_a_module(here: Here) -> State:
         handle = model.register_full_backward_pre_hook(lambda module, out: (out[0] * float(k),))
         here.callback(handle.remove)
 
-    return (lambda x: _gradient(model, x)), change
+    # torch warns where no input of the module wants a gradient.
+    return (lambda x: _gradient(model, x.clone().requires_grad_())), change
 
 
 @kind(acts=True)

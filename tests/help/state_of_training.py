@@ -159,9 +159,9 @@ def tuple_of_betas(here: Here) -> State:
 @kind()
 def rate_of_a_schedule(here: Here) -> State:
     optimizer = torch.optim.SGD(Scaled(here.device).parameters(), lr=1.0)
-    # torch warns that no step came before the schedule's.
-    optimizer.step()
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    # torch warns if no step came before the first one of the schedule.
+    optimizer.step()
     return (lambda: schedule.get_last_lr()[0]), (lambda k: schedule.step())
 
 

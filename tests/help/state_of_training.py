@@ -86,7 +86,8 @@ def backward_hook_of_a_module(here: Here) -> State:
         handle = model.register_full_backward_pre_hook(lambda module, out: (out[0] * float(k),))
         here.callback(handle.remove)
 
-    return (lambda x: _gradient(model, x)), change
+    # torch warns where no input of the module wants a gradient.
+    return (lambda x: _gradient(model, x.clone().requires_grad_())), change
 
 
 @kind(acts=True)
@@ -158,9 +159,9 @@ def tuple_of_betas(here: Here) -> State:
 @kind()
 def rate_of_a_schedule(here: Here) -> State:
     optimizer = torch.optim.SGD(Scaled(here.device).parameters(), lr=1.0)
-    # torch warns that no step came before the schedule's.
-    optimizer.step()
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    # torch warns if no step came before the first one of the schedule.
+    optimizer.step()
     return (lambda: schedule.get_last_lr()[0]), (lambda k: schedule.step())
 
 

@@ -1,0 +1,235 @@
+"""Numbers of a program that follow floats which may change, such as a learning rate with a schedule.
+
+While a call is recorded, each float is known by how it came about: a *term*. A term is a tuple: what it does, and
+what it does it with. A number whose value changes from one recording to the next follows the terms that have
+given it in both. All of them must agree in a replay. What was decided by a float is decided again, and must come
+out as it did.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .seen import Key, Seen, same
+
+# ("read", key of a read, index in its tuple or None), ("argument", number), ("step", number of a tensor, what it
+# is ahead by), ("constant", value), ("either", terms), (a function, terms).
+Term = tuple[object, ...]
+_OPERATORS: Mapping[str, Callable[..., object]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "//": operator.floordiv,
+    "%": operator.mod,
+    "**": operator.pow,
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+# Names of Python 3.10.
+_NAMES = dict(zip("ADD SUBTRACT MULTIPLY TRUE_DIVIDE FLOOR_DIVIDE MODULO POWER".split(), _OPERATORS))
+# Functions of numbers that give a number.
+_FUNCTIONS = frozenset(
+    map(id, (*(f for f in vars(math).values() if callable(f)), abs, pow, min, max, round, float, operator.neg))
+)
+
+
+def operator_of(name: str) -> Callable[..., object] | None:
+    """Return what an instruction does, by how Python's disassembler shows it: "*", "-=", "bool(<)"."""
+    name = _NAMES.get(name.rpartition("BINARY_")[2].rpartition("INPLACE_")[2], name)
+    name = name.removeprefix("bool(").removesuffix(")")
+    return _OPERATORS.get(name) or _OPERATORS.get(name.removesuffix("="))
+
+
+class Arithmetic:
+    """How the floats of one call came about."""
+
+    def __init__(self, arguments: Mapping[int, float], steps: Mapping[int, tuple[torch.Tensor, float]]) -> None:
+        self.values: dict[Term, float] = {}
+        # What was decided by floats, and how.
+        self.decisions: dict[Term, object] = {}
+        # Where a tuple was read, by its id.
+        self.tuples: dict[int, Key] = {}
+        self.steps = steps
+        self._terms: dict[int, Term] = {}
+        # An id is a float's own as long as the float lives.
+        self._held: list[object] = []
+        for number, value in arguments.items():
+            self._know(value, ("argument", number))
+
+    def _know(self, value: object, term: Term) -> None:
+        if type(value) is not float:
+            return
+        known = self._terms.get(id(value))
+        if known is not None and known != term:
+            among = known[1:] if known[0] == "either" else (known,)
+            term = known if term in among else ("either", *among, term)
+        self._terms[id(value)] = self.values.setdefault(term, value) and term or term
+        self._held.append(value)
+
+    def read(self, key: Key, value: object) -> None:
+        """Note that a float, or a tuple with floats, was read somewhere."""
+        if type(value) is float:
+            self._know(value, ("read", key, None))
+        elif isinstance(value, tuple) and any(type(one) is float for one in value):
+            self.tuples[id(value)] = key
+            self._held.append(value)
+
+    def element(self, owner: object, index: object) -> None:
+        """Note that one element of a tuple was read, or all of them if `index` is None."""
+        key = self.tuples.get(id(owner))
+        if key is not None:
+            assert isinstance(owner, tuple)
+            for k in range(len(owner)) if index is None else [index]:
+                if isinstance(k, int) and -len(owner) <= k < len(owner):
+                    self._know(owner[k], ("read", key, k % len(owner)))
+
+    def item(self, tensor: object, value: object) -> None:
+        """Note that the value of a tensor that counts an optimizer's steps was read."""
+        step = self.steps.get(id(tensor))
+        if step is not None and isinstance(value, float):
+            self._know(value, ("step", id(tensor), value - step[1]))
+
+    def term(self, value: object) -> Term | None:
+        """Return how a number came about; None if it is no number, or a constant."""
+        return self._terms.get(id(value)) if type(value) is float else None
+
+    def follows(self, function: Callable[..., object] | None, values: Sequence[object]) -> Term | None:
+        """Return the term of what a function gives for these numbers; None if it follows no float."""
+        if function is None or not any(self.term(value) for value in values):
+            return None
+        if not all(isinstance(value, (int, float)) for value in values):
+            return None
+        return (function, *(self.term(value) or ("constant", value) for value in values))
+
+    def called(self, function: object, values: Sequence[object]) -> Term | None:
+        """Return the term of what a function of numbers gives, or of what `torch` reads of a step."""
+        return self.follows(function, values) if id(function) in _FUNCTIONS else None  # type: ignore[arg-type]
+
+    def gave(self, term: Term, value: object) -> None:
+        """Note what a term has given. If that is no float, it has decided something."""
+        if type(value) is float:
+            self._know(value, term)
+        else:
+            self.decisions[term] = value
+            self._held.append(value)
+
+    def pin(self, value: object) -> None:
+        """Note that a float went where nobody can follow it: it must be what it was."""
+        term = self.term(value)
+        if term is not None:
+            self.decisions[repr, term] = repr(value)
+
+
+@dataclass(frozen=True)
+class Number:
+    """Words of a program, by their numbers, and the terms that gave them in both recordings."""
+
+    words: tuple[int, ...]
+    terms: tuple[Term, ...]
+
+
+def explained(
+    one: Sequence[float], other: Sequence[float], before: Mapping[Term, float], after: Mapping[Term, float]
+) -> tuple[list[Number], int]:
+    """Return how each number that differs between two recordings follows from floats.
+
+    The second result is the first number that follows from none, or -1. `before` and `after` are the terms of
+    the two calls.
+    """
+    differing = [k for k, (a, b) in enumerate(zip(one, other)) if not same(a, b)]
+    if not differing:
+        return [], -1
+    by_values: dict[tuple[str, str], list[Term]] = {}
+    for term, value in before.items():
+        if term in after and not same(value, after[term]):
+            by_values.setdefault((repr(value), repr(after[term])), []).append(term)
+    found: dict[tuple[str, str], list[int]] = {}
+    for k in differing:
+        key = repr(one[k]), repr(other[k])
+        if key not in by_values:
+            return [], k
+        found.setdefault(key, []).append(k)
+    return [Number(tuple(words), tuple(by_values[key])) for key, words in found.items()], -1
+
+
+def leaves_of(terms: Iterable[Term]) -> set[Term]:
+    """Return the reads, arguments and steps that terms come from."""
+    found: set[Term] = set()
+    todo = list(terms)
+    while todo:
+        term = todo.pop()
+        if term[0] in ("read", "argument", "step"):
+            found.add(term)
+        elif term[0] != "constant":
+            todo += term[1:]  # type: ignore[arg-type]
+    return found
+
+
+def numbers_of(
+    numbers: Sequence[Number],
+    decisions: Mapping[Term, object],
+    reads: Mapping[Key, Seen],
+    steps: Mapping[int, torch.Tensor],
+) -> Callable[[Sequence[object]], list[float] | None]:
+    """Return what computes these numbers at a call from its arguments.
+
+    It gives None where terms of one number disagree, where something is decided in another way, or where what
+    stands there is no float any more.
+    """
+    free = leaves_of(term for number in numbers for term in number.terms)
+    decided = [(term, value) for term, value in decisions.items() if not free.isdisjoint(leaves_of([term]))]
+
+    def value_of(term: Term, leaves: Sequence[object], known: dict[Term, object]) -> object:
+        if term in known:
+            return known[term]
+        kind, *rest = term
+        if kind == "constant":
+            return rest[0]
+        if kind == "argument":
+            found = leaves[rest[0]]  # type: ignore[index]
+        elif kind == "read":
+            found = reads[rest[0]].now()  # type: ignore[index]
+            found = found if rest[1] is None else found[rest[1]]  # type: ignore[index]
+        elif kind == "step":
+            found = steps[rest[0]].item() + rest[1]  # type: ignore[index, operator]
+        else:
+            values = [value_of(part, leaves, known) for part in rest]  # type: ignore[arg-type]
+            if kind == "either":
+                if any(not same(values[0], value) for value in values):
+                    raise ValueError
+                found = values[0]
+            else:
+                found = kind(*values)  # type: ignore[operator]
+        if kind in ("argument", "read", "step") and type(found) is not float:
+            raise ValueError
+        known[term] = found
+        return found
+
+    def compute(leaves: Sequence[object]) -> list[float] | None:
+        known: dict[Term, object] = {}
+        found: list[float] = []
+        try:
+            for term, value in decided:
+                if value_of(term, leaves, known) != value:
+                    return None
+            for number in numbers:
+                first, *others = [value_of(term, leaves, known) for term in number.terms]
+                if any(not same(first, other) for other in others):
+                    return None
+                found.append(first)  # type: ignore[arg-type]
+        # A float is gone, or Python raises for what it is now.
+        except (LookupError, AttributeError, ValueError, ArithmeticError, TypeError):
+            return None
+        return found
+
+    return compute

@@ -83,6 +83,14 @@ class Plan:
             if path not in free and isinstance(value := found.leaves[k], float)
         }
         self._pinned = [(k, _handle(found.leaves[k])) for k in found.pinned]
+        moves = self._moves = other.moves(run)
+        inside = {id(t._handle.storage) for _, t in found.after.tensors.values()}
+        # What shares memory with something that was found must do so again: it is one memory for streams.
+        self._inside = [
+            (k, handle.storage)
+            for k, leaf in enumerate(found.leaves)
+            if (handle := _handle(leaf)) is not None and id(handle.storage) in inside
+        ]
         returned: dict[Name, Handle] = {}
         # Each entry makes a leaf: of the values of a replay, of the arguments, or as it always is.
         self._leaves: list[tuple[str, Name | int, bool, object]] = []
@@ -105,7 +113,16 @@ class Plan:
 
         def laid(opened: Mapping[Name, Name]) -> Layout:
             return Layout(
-                recording, kept, numbers, returned, paths, found.leaves, found.memories, compile, opened
+                recording,
+                kept,
+                numbers,
+                returned,
+                paths,
+                found.leaves,
+                found.memories,
+                compile,
+                opened,
+                moves,
             )
 
         layout = self._layout = self._used = laid({})
@@ -164,9 +181,17 @@ class Plan:
         for k, handle in self._pinned:
             if _handle(leaves[k]) is not handle:
                 return False
+        if self._moves.missed(leaves) or self._left(leaves):
+            return False
         if self._streams is not None and dict(current_streams.get()) != self._streams:
             return False
         return self._at_its_place()
+
+    def _left(self, leaves: Sequence[object]) -> str:
+        for k, storage in self._inside:
+            if leaves[k]._handle.storage is not storage:  # type: ignore[attr-defined]
+                return f"argument {k} was in a memory that the function finds by itself, and is not any more"
+        return ""
 
     def _now(self) -> tuple[object, ...]:
         return current_node.get(), current_device.get(), current_mesh.get(), self._places.default
@@ -188,6 +213,8 @@ class Plan:
         for k, handle in self._pinned:
             if _handle(leaves[k]) is not handle:
                 return f"argument {k} was a tensor that the function finds by itself, and is another one now"
+        if elsewhere := self._moves.missed(leaves) or self._left(leaves):
+            return elsewhere
         if self._streams is not None and dict(current_streams.get()) != self._streams:
             return "another stream is current, and the program uses several"
         if not self._at_its_place():

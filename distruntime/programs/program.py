@@ -20,11 +20,12 @@ from ..log.tape import Tape, not_in_a_program, recorded
 from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD
+from .begins import Placed, begins_of
 from .carried import kinds_found, renewed_kinds
 from .plan import Found, Plan
 from .reach import PLAIN, Reach
 from .recorder import record
-from .recording import Name
+from .recording import Crossed, Name
 from .run import (
     Run,
     Stripped,
@@ -64,6 +65,8 @@ class Program(Generic[P, R]):
         self.why = "it was not called yet"
         self._plans: dict[object, list[Plan]] = {}
         self._runs: dict[object, list[Run]] = {}
+        # These kinds of calls depend on where their arguments begin in their memory, each with the reason.
+        self._placed: dict[object, str] = {}
         self._last: Plan | None = None
         # So many recordings in a row have agreed with none before.
         self._odd = 0
@@ -102,6 +105,8 @@ class Program(Generic[P, R]):
 
     def _call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> R:
         leaves, signature = signature_of(args, kwargs)
+        if self._placed and signature in self._placed:
+            signature = Placed(signature, begins_of(leaves))
         why = "no two recordings agree yet"
         plans = self._plans.get(signature)
         for plan in tuple(plans or ()):
@@ -199,6 +204,7 @@ class Program(Generic[P, R]):
         ]
         tapes: list[tuple[Log, Tape]] = []
         found: Stripped
+        asked = recorded.asked = []
         try:
             tapes += [(log, log.begin_tape()) for log in session.logs]
             with watched(self._name, first, lenient), noting() as notes:
@@ -232,10 +238,19 @@ class Program(Generic[P, R]):
             returned_from(found, recording, arguments, paths),
             found.tree,
             floats,
+            begins_of(leaves),
+            {
+                name: spec
+                for act in recording.acts
+                if isinstance(act, Crossed)
+                for name, (spec, _) in zip(recording.cut(act).reads, act.operands)
+            },
         )
         kept = {after.paths[path]._handle.ref for path in state}
         handles = [handle_of(leaf) for leaf in found.leaves]
         given = dressed(found, kept, self._name)
+        if any(isinstance(leaf, DistributedTensor) and leaf._handle.storage in asked for leaf in leaves):
+            signature = self._place(signature, run, "it asks where an argument begins in its memory")
         same = self._same(signature, run)
         if expected is not None and same is not expected.run and (odd := expected.run.difference(run)):
             self._forget(signature)
@@ -301,6 +316,10 @@ class Program(Generic[P, R]):
         elif fit:
             self._odd += 1
             self.why = f"it differs from the recording before: {fit[-1].difference(run)}"
+            if (odd := next(filter(None, (one.depends_on_begins(run) for one in reversed(fit))), "")) and (
+                not isinstance(signature, Placed)
+            ):
+                return self._same(self._place(signature, run, odd), run)
             if self._odd >= _MOST:
                 self._forget(signature)
                 raise NotSupportedError(
@@ -309,6 +328,18 @@ class Program(Generic[P, R]):
                 )
         runs[:] = [*fit[-_MOST:], run]
         return same
+
+    def _place(self, kind: object, run: Run, why: str) -> object:
+        """Let calls that begin elsewhere be other kinds from now on. Return the kind of this one."""
+        if isinstance(kind, Placed):
+            return kind
+        if len(self._placed) >= _MOST_KINDS:
+            self._placed.clear()
+        self._placed[kind] = why
+        self._plans.pop(kind, None)
+        for one in self._runs.pop(kind, ()):
+            self._runs.setdefault(Placed(kind, one.begins), []).append(one)
+        return Placed(kind, run.begins)
 
     def _keep(self, signature: object, plan: Plan, instead: Plan | None) -> None:
         """Let a plan be the first that is tried. A plan that did the same is never tried again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +17,7 @@ from ..log.tape import not_in_a_program
 from ..operators.proxies import wrap
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD, MADE
+from .begins import Begins, Moves, alike, followed, line_of_offset
 from .changing import explained
 from .graphs import given
 from .reach import PLAIN, Reach, Seen, local_of, same
@@ -48,6 +49,9 @@ class Run:
     returned: list[Returned]
     tree: TreeSpec
     floats: dict[str, float] = field(default_factory=dict)
+    # This is where its arguments began, and what it has handed to what stands between its parts.
+    begins: Begins = ()
+    crossed: dict[Name, Spec] = field(default_factory=dict)
 
     def difference(self, other: Run) -> str:
         """Say how another call did something else, or return nothing."""
@@ -69,11 +73,43 @@ class Run:
         if self.tree != other.tree or not all(map(_alike, self.returned, other.returned)):
             return "it returns something else: plain values must be the same at each call"
         odd_specs = [p for p, spec in self.specs.items() if other.specs.get(p, spec) is not spec]
-        return f"the shape or the layout of {odd_specs[0]} changes" if odd_specs else ""
+        if odd_specs:
+            return f"the shape or the layout of {odd_specs[0]} changes"
+        odd_values = [name for name, follows in self._follows(other) if follows is None]
+        return "a value begins elsewhere in its memory, and follows no argument" if odd_values else ""
+
+    def _follows(self, other: Run) -> Iterator[tuple[Name, tuple[int, ...] | None]]:
+        """Yield the names of what was made and is known outside of a part, each with what it follows."""
+        pairs = [(one.name, one.spec, two.spec) for one, two in zip(self.returned, other.returned)]
+        pairs += [(name, spec, other.crossed.get(name)) for name, spec in self.crossed.items()]
+        for name, one, two in pairs:
+            if name is not None and name[0] == MADE:
+                yield name, followed(one, two, self.begins, other.begins)
+
+    def moves(self, other: Run) -> Moves:
+        """Return how values move with the arguments, as a later call that did the same tells."""
+        follows = {name: found for name, found in self._follows(other) if found}
+        return Moves((self.begins, other.begins), follows)
+
+    def depends_on_begins(self, other: Run) -> str:
+        """Say how another call is another one just because its arguments begin elsewhere, or return nothing."""
+        if self.begins == other.begins or self.state != other.state or self.tree != other.tree:
+            return ""
+        line = line_of_offset(self.recording, other.recording)
+        if difference(self.recording, other.recording) and not line:
+            return ""
+        if not all(map(_alike, self.returned, other.returned)) or self.crossed.keys() != other.crossed.keys():
+            return ""
+        if not all(alike(spec, other.specs.get(path, spec)) for path, spec in self.specs.items()):
+            return ""
+        what = f"an offset does\n  issued at {line}" if line else "what it leaves or returns does"
+        return f"it depends on where its arguments begin in their memory: {what}"
 
 
 def _alike(one: Returned, other: Returned) -> bool:
-    named = (one.name, one.spec, one.wants_grad) == (other.name, other.spec, other.wants_grad)
+    if one.name is not None and one.name[0] == HELD and one.spec is not other.spec:
+        return False
+    named = (one.name, one.wants_grad) == (other.name, other.wants_grad) and alike(one.spec, other.spec)
     return named and one.layout == other.layout and same(one.plain, other.plain)
 
 

@@ -16,7 +16,8 @@ def signature_of(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[l
     """Return the leaves of a call's arguments, and what tells this kind of call from others."""
     flat = not kwargs
     key: list[object] = []
-    refs: list[int] = []
+    refs: dict[int, int] = {}
+    memories: dict[int, int] = {}
     leaves = list(args)
     if not flat or any(not isinstance(leaf, (DistributedTensor, *PLAIN)) for leaf in leaves):
         leaves, tree = tree_flatten((args, kwargs))
@@ -29,11 +30,15 @@ def signature_of(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[l
             leaves = [*leaves[:k], leaf, *leaves[k + 1 :]]
         if type(leaf) is DistributedTensor:
             handle = leaf._handle
-            key += (handle.spec, handle.place, leaf.requires_grad)
-            # Two arguments that are one tensor are one name in a recording.
-            if handle.ref in refs:
-                key.append(refs.index(handle.ref))
-            refs.append(handle.ref)
+            # Where it begins in its memory is no part of the kind: the batches of one tensor are alike.
+            # Where it begins in its memory is no part of the kind: the batches of one tensor are alike.
+            spec = handle.spec if not handle.spec.offset else handle.spec.at(0)
+            key += (spec, handle.place, leaf.requires_grad)
+            # Two arguments that are one tensor are one name in a recording. Two that share memory are one
+            # memory in the order of streams.
+            first = memories.setdefault(id(handle.storage), k)
+            if refs.setdefault(handle.ref, k) != k or first != k:
+                key.append((refs[handle.ref], first))
         elif type(leaf) is float:
             key.append(float)
         elif isinstance(leaf, PLAIN):

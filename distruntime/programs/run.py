@@ -92,7 +92,7 @@ class Run:
         return Moves((self.begins, other.begins), follows)
 
     def depends_on_begins(self, other: Run) -> str:
-        """Say how another call is another one just because its arguments begin elsewhere, or return nothing."""
+        """Say how another call differs just because its arguments begin elsewhere, or return nothing."""
         if self.begins == other.begins or self.state != other.state or self.tree != other.tree:
             return ""
         line = line_of_offset(self.recording, other.recording)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import types
 from collections.abc import Callable, Sequence
 from typing import Generic, ParamSpec, TypeVar, overload
@@ -22,6 +21,7 @@ from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD
 from .begins import Placed, begins_of
 from .carried import kinds_found, renewed_kinds
+from .garbage import young_cycles_end
 from .plan import Found, Plan
 from .reach import PLAIN, Reach
 from .recorder import record
@@ -207,10 +207,8 @@ class Program(Generic[P, R]):
         asked = recorded.asked = []
         try:
             tapes += [(log, log.begin_tape()) for log in session.logs]
-            with watched(self._name, first, lenient), noting() as notes:
+            with watched(self._name, first, lenient), noting() as notes, young_cycles_end():
                 found = stripped(self._fn(*args, **kwargs), names, self._name)  # type: ignore[arg-type]
-                # What only cycles hold is let go of now, at one place of the recording.
-                gc.collect()
         finally:
             for log, tape in tapes:
                 log.end_tape(tape)

@@ -19,6 +19,7 @@ from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD, MADE
 from .begins import Begins, Moves, alike, followed, line_of_offset
 from .changing import explained
+from .garbage import still_held
 from .graphs import given
 from .reach import PLAIN, Reach, Seen, local_of, same
 from .recording import Name, Recording, difference
@@ -324,11 +325,12 @@ def state_behind(
         elif not first:
             what = "an argument itself" if ref in arguments else "what another thread has made"
             raise refuse(f"leave {what} at {path}", "", "keep a copy there, x.clone()")
-    for ref in recording.made:
-        if not first and ref not in reached and ref not in recording.freed and ref not in returned:
-            raise refuse(
-                "leave a tensor where it cannot be found from the function: a replay could not renew it",
-                recording.where(ref),
-                "return it, or keep it in an object, a list or a dictionary that the function names",
-            )
+    left = () if first else recording.made.keys() - reached - recording.freed - returned
+    # A cycle of something older may hold it.
+    for ref in still_held(left):
+        raise refuse(
+            "leave a tensor where it cannot be found from the function: a replay could not renew it",
+            recording.where(ref),
+            "return it, or keep it in an object, a list or a dictionary that the function names",
+        )
     return state

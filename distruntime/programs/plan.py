@@ -22,9 +22,10 @@ from .graphs import given
 from .guards import Guards
 from .layout import Layout, is_new, kept_behind
 from .parts import Piece, Values
-from .reach import Reach
+from .reach import Reach, same
 from .recording import Name
 from .run import Run, laid_out
+from .vain import Tries
 
 
 @dataclass
@@ -72,6 +73,7 @@ class Plan:
         self.guards = Guards(found.after, {**alone, **found.replaced}, free - found.floats.keys())
         self.kinds = found.kinds
         self.carried = Carried(found.after, renewed, found.kinds)
+        self._words = [number.word for number in numbers]
         self._numbers = numbers_of(numbers, found.after.seen, found.floats) if numbers else None
         self.follows_floats = bool(numbers)
         # What it changes counts as written by this process's autograd too.
@@ -143,6 +145,8 @@ class Plan:
         self._context, self._place = self._now(), self._places.current()
         # It was compared with a recording behind so many replays.
         self.replays = self.verified = 0
+        # A replay says there that recordings are not in vain.
+        self.tries = Tries()
 
     def compiled(self) -> str:
         """Return what became of its compiling. Block until what was issued before has run."""
@@ -152,6 +156,15 @@ class Plan:
     def does_as(self, other: Plan) -> bool:
         """Whether another plan does the same with the same kinds of tensors."""
         return not self.run.difference(other.run) and self.kinds == other.kinds
+
+    def differs(self, run: Run, numbers: Sequence[float]) -> str:
+        """Say how a call did something else than its replay with these numbers would have done."""
+        for word, number in zip(self._words, numbers):
+            floats = run.recording.floats
+            if word < len(floats) and not same(number, floats[word]):
+                line = run.recording.line_of_float(word)
+                return f"a number would have been {number!r}, and is {floats[word]!r}\n  issued at {line}"
+        return self.run.difference(run)
 
     def fits(self, leaves: Sequence[object]) -> bool:
         """Whether these arguments are of this plan, and all that it has found is as it was."""

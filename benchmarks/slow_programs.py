@@ -32,7 +32,7 @@ def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x).squeeze(1), y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         return loss.detach()
 

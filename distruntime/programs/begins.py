@@ -77,21 +77,17 @@ class Moves:
     def __init__(self, begins: tuple[Begins, Begins], follows: Mapping[Name, Sequence[int]]) -> None:
         before, after = begins
         # Nobody knows what would be if one of these began elsewhere.
-        self._fixed = [(k, b) for k, (a, b) in enumerate(zip(before, after)) if a == b >= 0]
+        self.fixed = [k for k, (a, b) in enumerate(zip(before, after)) if a == b >= 0]
         self._follows = {name: (found[0], after[found[0]]) for name, found in follows.items()}
         # These have moved alike. If they do not, nobody knows which of them a value follows.
         several = {found for names in follows.values() if len(found := tuple(names)) > 1}
-        self._together = [[(k, after[k]) for k in found] for found in several]
+        self.together = [[(k, after[k]) for k in found] for found in several]
 
-    def missed(self, leaves: Sequence[object]) -> str:
-        """Say which of a call's arguments does not begin where it must, or return nothing."""
-        for k, begin in self._fixed:
-            if _begin(leaves[k]) != begin:
-                return f"argument {k} began at byte {begin} of its memory, and begins elsewhere now"
-        for group in self._together:
-            if len({_begin(leaves[k]) - begin for k, begin in group}) > 1:
-                return "arguments that moved alike in their memories do not any more"
-        return ""
+    def apart(self, leaves: Sequence[object]) -> bool:
+        """Whether arguments that have moved alike do not in this call."""
+        return any(
+            len({_begin(leaves[k]) - begin for k, begin in together}) > 1 for together in self.together
+        )
 
     def of(self, name: Name) -> tuple[int, int] | None:
         """Return the argument that a value follows, and where that began when the value was recorded."""

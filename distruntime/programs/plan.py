@@ -86,6 +86,7 @@ class Plan:
         }
         self._pinned = [(k, _handle(found.leaves[k])) for k in found.pinned]
         moves = self._moves = other.moves(run)
+        self._fixed = [(k, h.spec) for k in moves.fixed if (h := _handle(found.leaves[k])) is not None]
         inside = {id(t._handle.storage) for _, t in found.after.tensors.values()}
         # What shares memory with something that was found must do so again: it is one memory for streams.
         self._inside = [
@@ -194,17 +195,28 @@ class Plan:
         for k, handle in self._pinned:
             if _handle(leaves[k]) is not handle:
                 return False
-        if self._moves.missed(leaves) or self._left(leaves):
+        for k, spec in self._fixed:
+            if leaves[k]._handle.spec is not spec:  # type: ignore[attr-defined]
+                return False
+        for k, storage in self._inside:
+            if leaves[k]._handle.storage is not storage:  # type: ignore[attr-defined]
+                return False
+        if self._moves.together and self._moves.apart(leaves):
             return False
         if self._streams is not None and dict(current_streams.get()) != self._streams:
             return False
         return self._at_its_place()
 
-    def _left(self, leaves: Sequence[object]) -> str:
+    def _elsewhere(self, leaves: Sequence[object]) -> str:
+        """Say which argument is elsewhere in its memory, or in another one, or return nothing."""
+        for k, spec in self._fixed:
+            if leaves[k]._handle.spec is not spec:  # type: ignore[attr-defined]
+                return f"argument {k} began at byte {spec.begin} of its memory, and begins elsewhere now"
         for k, storage in self._inside:
             if leaves[k]._handle.storage is not storage:  # type: ignore[attr-defined]
                 return f"argument {k} was in a memory that the function finds by itself, and is not any more"
-        return ""
+        apart = self._moves.apart(leaves)
+        return "arguments that moved alike in their memory do not any more" if apart else ""
 
     def _now(self) -> tuple[object, ...]:
         return current_node.get(), current_device.get(), current_mesh.get(), self._places.default
@@ -226,7 +238,7 @@ class Plan:
         for k, handle in self._pinned:
             if _handle(leaves[k]) is not handle:
                 return f"argument {k} was a tensor that the function finds by itself, and is another one now"
-        if elsewhere := self._moves.missed(leaves) or self._left(leaves):
+        if elsewhere := self._elsewhere(leaves):
             return elsewhere
         if self._streams is not None and dict(current_streams.get()) != self._streams:
             return "another stream is current, and the program uses several"

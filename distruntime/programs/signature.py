@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.utils._pytree import tree_flatten
 
@@ -16,7 +18,6 @@ def signature_of(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[l
     """Return the leaves of a call's arguments, and what tells this kind of call from others."""
     flat = not kwargs
     key: list[object] = []
-    refs: dict[int, int] = {}
     memories: dict[int, int] = {}
     leaves = list(args)
     if not flat or any(not isinstance(leaf, (DistributedTensor, *PLAIN)) for leaf in leaves):
@@ -37,8 +38,8 @@ def signature_of(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[l
             # Two arguments that are one tensor are one name in a recording. Two that share memory are one
             # memory in the order of streams.
             first = memories.setdefault(id(handle.storage), k)
-            if refs.setdefault(handle.ref, k) != k or first != k:
-                key.append((refs[handle.ref], first))
+            if first != k:
+                key.append((first, _first_name(leaves, handle.ref)))
         elif type(leaf) is float:
             key.append(float)
         elif isinstance(leaf, PLAIN):
@@ -55,6 +56,13 @@ def signature_of(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[l
         else:
             key.append(_Is(leaf))
     return leaves, tuple(key)
+
+
+def _first_name(leaves: Sequence[object], ref: int) -> int:
+    """Return the first argument that is the value of this ref."""
+    return next(
+        k for k, leaf in enumerate(leaves) if type(leaf) is DistributedTensor and leaf._handle.ref == ref
+    )
 
 
 def local_leaf(leaf: object) -> object:

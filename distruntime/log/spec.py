@@ -38,6 +38,15 @@ class Spec:
         return (self.offset + self._span()) * self.dtype.itemsize if self.size.numel() else 0
 
     @property
+    def begin(self) -> int:
+        """Bytes from the start of the storage to the first element."""
+        return self.offset * self.dtype.itemsize
+
+    def at(self, offset: int) -> Spec:
+        """Return the spec of the same tensor at another offset."""
+        return self if offset == self.offset else spec(self.size, self.stride, offset, self.dtype, self.bits)
+
+    @property
     def expanded(self) -> bool:
         """Whether several elements are one, so that the tensor cannot be written."""
         return any(n > 1 and not s for n, s in zip(self.size, self.stride)) and self.size.numel() > 0

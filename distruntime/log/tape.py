@@ -122,6 +122,10 @@ class _Recorded(threading.local):
     # It is True if the recording before has sent no data. What is made once may be sent then.
     lenient = False
 
+    def __init__(self) -> None:
+        # The user's Python has asked where tensors begin in these memories.
+        self.asked: list[object] = []
+
 
 recorded = _Recorded()
 
@@ -139,6 +143,12 @@ def unrecorded() -> Iterator[None]:
         yield
     finally:
         recorded.name = name
+
+
+def note_begin_asked(value: Value) -> None:
+    """Note that this thread's program has asked where a value begins in its memory."""
+    if recorded.name:
+        recorded.asked.append(value.storage)
 
 
 def not_in_a_program(what: str, remedy: str, line: Line | None = None) -> NotSupportedError:

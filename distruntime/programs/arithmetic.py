@@ -39,7 +39,9 @@ _OPERATORS: Mapping[str, Callable[..., object]] = {
 _NAMES = dict(zip("ADD SUBTRACT MULTIPLY TRUE_DIVIDE FLOOR_DIVIDE MODULO POWER".split(), _OPERATORS))
 # Functions of numbers that give a number.
 _FUNCTIONS = frozenset(
-    map(id, (*(f for f in vars(math).values() if callable(f)), abs, pow, min, max, round, float, operator.neg))
+    map(
+        id, (*(f for f in vars(math).values() if callable(f)), abs, pow, min, max, round, float, operator.neg)
+    )
 )
 
 
@@ -53,7 +55,9 @@ def operator_of(name: str) -> Callable[..., object] | None:
 class Arithmetic:
     """How the floats of one call came about."""
 
-    def __init__(self, arguments: Mapping[int, float], steps: Mapping[int, tuple[torch.Tensor, float]]) -> None:
+    def __init__(
+        self, arguments: Mapping[int, float], steps: Mapping[int, tuple[torch.Tensor, float]]
+    ) -> None:
         self.values: dict[Term, float] = {}
         # What was decided by floats, and how.
         self.decisions: dict[Term, object] = {}
@@ -73,7 +77,8 @@ class Arithmetic:
         if known is not None and known != term:
             among = known[1:] if known[0] == "either" else (known,)
             term = known if term in among else ("either", *among, term)
-        self._terms[id(value)] = self.values.setdefault(term, value) and term or term
+        self._terms[id(value)] = term
+        self.values.setdefault(term, value)
         self._held.append(value)
 
     def read(self, key: Key, value: object) -> None:
@@ -123,11 +128,18 @@ class Arithmetic:
             self.decisions[term] = value
             self._held.append(value)
 
+    def settle(self) -> None:
+        """Let go of all that only a call that runs needs."""
+        self._terms.clear()
+        self.tuples.clear()
+        self._held.clear()
+
     def pin(self, value: object) -> None:
         """Note that a float went where nobody can follow it: it must be what it was."""
         term = self.term(value)
         if term is not None:
             self.decisions[repr, term] = repr(value)
+            self._held.append(value)
 
 
 @dataclass(frozen=True)

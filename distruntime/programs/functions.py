@@ -64,6 +64,11 @@ def of_arguments(function: object) -> bool:
     return _module(function).split(".")[0] in _MODULES and getattr(function, "__name__", "") not in _NOT
 
 
+def of_torch(function: object) -> bool:
+    """Whether a function is torch's: a number that it takes is a word of an instruction, if it matters."""
+    return _module(function).startswith("torch")
+
+
 def gives_again(function: object, arguments: tuple[object, ...]) -> bool:
     """Whether a function may be asked again at each call what it gives now."""
     name = getattr(function, "__name__", "")

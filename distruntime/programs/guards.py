@@ -7,11 +7,12 @@ import operator
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 
 import torch
 
 from .anchors import Anchor, anchored
+from .arithmetic import Term
 from .reach import Reach
 from .seen import (
     LISTED,
@@ -58,15 +59,22 @@ def settings() -> tuple[object, ...]:
 
 
 class Guards:
-    """The test of one plan. `free` are the paths of floats that may change; `kept` are the tensors that a
-    replay gives other values, and the objects that hold them, by path: nobody else may hold them.
+    """The test of one plan.
+
+    `free` are the reads of floats that may change, and `steps` the tensors that count an optimizer's steps.
+    `kept` are the tensors that a replay gives other values, and the objects that hold them, by path: nobody
+    else may hold them.
     """
 
     def __init__(
-        self, reach: Reach, reads: Mapping[Key, Seen], kept: Mapping[str, object], free: frozenset[str]
+        self,
+        reach: Reach,
+        reads: Mapping[Key, Seen],
+        kept: Mapping[str, object],
+        free: Collection[Term],
+        steps: Container[int],
     ) -> None:
-        self._seen = _to_watch(reach, reads, free)
-        self._free = [one for one in reach.seen if one.path in free]
+        self._seen = _to_watch(reach, reads, free, steps)
         self._tensors = [anchored(tensor) for _, tensor in reach.tensors.values()]
         self._paths = [path for path, _ in reach.tensors.values()]
         self._handles = [*map(_handle, self._tensors)]
@@ -82,19 +90,16 @@ class Guards:
 
     def count(self) -> int:
         """Return how many conditions the test has."""
-        return len(self._seen) + len(self._free) + 2 * len(self._tensors) + len(self._kept)
+        return len(self._seen) + 2 * len(self._tensors) + len(self._kept)
 
     def missed(self) -> str:
         """Say what is not as it was, or return nothing."""
-        for one in (*self._seen, *self._free):
+        for one in self._seen:
             try:
                 now = one.now()
             except (LookupError, AttributeError, ValueError):
                 return f"{one.path} is gone"
-            if one.path in {free.path for free in self._free}:
-                if type(now) is not float:
-                    return f"{one.path} was a float, and is a {type(now).__name__} now"
-            elif one.form == "length" and now != one.value:
+            if one.form == "length" and now != one.value:
                 return f"{one.path} had {one.value} items, and has {now} now"
             elif not one.is_as(one.value, now):
                 shown = isinstance(one.value, PLAIN) and isinstance(now, PLAIN)
@@ -166,7 +171,6 @@ class Guards:
             loop = f"map({name(operator.attrgetter(key))}, {name(owners)})"
             wanted = f"map(thing, {name(values)})" if tensors else name(values)
             conditions.append(f"all(map(is_, {loop}, {wanted}))")
-        conditions += [f"type({_read(one, name)}) is float" for one in self._free]
         conditions += [
             "all(map(is_, map(handle, tensors), handles))",
             "list(map(grad, tensors)) == gradients",
@@ -188,20 +192,47 @@ class Guards:
         return test
 
 
-def _to_watch(reach: Reach, reads: Mapping[Key, Seen], free: frozenset[str]) -> list[Seen]:
+def _to_watch(
+    reach: Reach, reads: Mapping[Key, Seen], free: Collection[Term], steps: Container[int]
+) -> list[Seen]:
     """Return what decides what the function does: what it has read, and the tensors that it can reach.
 
     What C code reads of a tensor (a gradient, a hook) is seen by no tracer, so all of that counts.
     """
     rest = dict(reads)
+    freed: dict[Key, set[object]] = {}
+    for kind, key, *index in free:
+        if kind == "read":
+            freed.setdefault(key, set()).add(index[0])  # type: ignore[arg-type]
     found = []
+    for key, indices in freed.items():
+        one = rest.pop(key)
+        if None not in indices:
+            # The other elements of the tuple stay as they are.
+            given = (one, frozenset(indices))
+            found.append(Seen(one.path, "given", _elements_but, given, _elements_but(*given)))
     for one in reach.seen:
+        if key_of(one) in freed or id(one.owner) in steps:
+            continue
         read = rest.pop(key_of(one), None)
         tensors = isinstance(one.holder, (Anchor, torch.Tensor)) or isinstance(one.held, Anchor)
         # torch's own C code reads the hooks of a tensor.
-        if one.path not in free and (read is not None or tensors or "_hooks" in one.path):
+        if read is not None or tensors or "_hooks" in one.path:
             found.append(one)
     return found + [one for one in rest.values() if one.held is not TENSOR]
+
+
+def _elements_but(one: Seen, free: Container[object]) -> str:
+    """Return what a tuple has, but for the floats that may change."""
+    now = one.now()
+    if type(now) is not type(one.value) or not isinstance(now, tuple):
+        return ""
+    fixed = [
+        repr(value) if isinstance(value, PLAIN) else str(id(value))
+        for k, value in enumerate(now)
+        if k not in free
+    ]
+    return f"{len(now)} {fixed}"
 
 
 def _gather(
@@ -257,6 +288,8 @@ def _condition(one: Seen, name: Callable[[object], str]) -> str:
         return f"not hasattr({_text(one.holder, name)}, {one.key!r})"
     if one.form == "class" and not _is_plainly_there(one):
         return f"looked_up({_text(one.holder, name)}, {one.key!r}) is {name(value)}"
+    if one.form == "given" and isinstance(value, PLAIN):
+        return f"same({read}, {name(value)})"
     if value is None or value is True or value is False:
         return f"{read} is {value}"
     if isinstance(value, PLAIN):

@@ -42,7 +42,8 @@ _KINDS = {
     ),
     **dict.fromkeys(("MATCH_KEYS", "COMPARE_OP"), "both"),
     **dict.fromkeys(("UNARY_NOT", "TO_BOOL", "JUMP_IF_TRUE_OR_POP", "JUMP_IF_FALSE_OR_POP"), "truth"),
-    **dict.fromkeys(("UNARY_NEGATIVE", "UNARY_POSITIVE", "UNARY_INVERT"), "iterate"),
+    "UNARY_NEGATIVE": "negative",
+    **dict.fromkeys(("UNARY_POSITIVE", "UNARY_INVERT"), "iterate"),
     **dict.fromkeys(("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"), "text"),
     **dict.fromkeys(("SETUP_WITH", "BEFORE_WITH", "SETUP_ASYNC_WITH", "BEFORE_ASYNC_WITH"), "with"),
     **dict.fromkeys("CALL_FUNCTION CALL_METHOD CALL_FUNCTION_KW CALL_FUNCTION_EX CALL_KW".split(), "call"),
@@ -56,7 +57,7 @@ _BINARY_OF_3_10 = {
 
 
 # The result of these is looked at, at the instruction behind them.
-_WITH_RESULT = ("call", "both", "iterate")
+_WITH_RESULT = ("call", "both", "negative")
 
 
 @functools.lru_cache(maxsize=16384)
@@ -80,6 +81,8 @@ def readings(code: CodeType) -> Mapping[int, Reading]:
             argument = one.arg, one.argval
         elif kind == "call":
             argument = one.opname, one.arg
+        elif kind == "both":
+            argument = one.argrepr or one.opname
         elif kind == "text" and (one.opname == "FORMAT_WITH_SPEC" or (one.arg or 0) & 4):
             depth -= 1
         for at in (*prefixes, one.offset):

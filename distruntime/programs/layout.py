@@ -14,7 +14,8 @@ from ..log.spec import NO_TENSOR, Spec
 from ..session.session import session_of_log
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD, MADE
-from .changing import Number
+from .arithmetic import Number
+from .begins import Moves
 from .parts import Bridge, Made, Needs, Piece, Where
 from .recording import Crossed, Cut, Name, Part, Recording
 from .run import Run
@@ -38,13 +39,14 @@ class Layout:
         before: Sequence[tuple[str, Storage]],
         compile: str | None,
         opened: Mapping[Name, Name],
+        moves: Moves,
     ) -> None:
         """Lay it out. `opened` are names of held values that come as arguments instead."""
         if opened:
             recording = recording.renamed(opened)
             kept = {ref: opened.get(name, name) for ref, name in kept.items()}
         self._recording, self._returned = recording, returned
-        self._opened = opened
+        self._opened, self._moves = opened, moves
         self._acts = list(recording.acts)
         self._held = {path: tensor._handle for path, tensor in paths.items()}
         self.current = dict(current_streams.get())
@@ -67,7 +69,7 @@ class Layout:
         # How large a replay's own memories are, as far as that is known.
         self.specs: dict[int, Spec] = {}
         self._count_memories()
-        words = {number.word: n for n, number in enumerate(numbers)}
+        words = {word: n for n, number in enumerate(numbers) for word in number.words}
         self.acts: list[Piece | Bridge] = []
         self.bridges: list[Bridge] = []
         for at, act in enumerate(self._acts):
@@ -170,7 +172,7 @@ class Layout:
             if maker != at or not (name in self._returned or self._users.get(name, set()) - {at}):
                 continue
             spec, place = self._described(name) or (NO_TENSOR, self._home(at, part))
-            found.append(Made(name, spec, place, self._memory(name)))
+            found.append(Made(name, spec, place, self._memory(name), self._moves.of(name)))
         return found
 
     def _described(self, name: Name) -> tuple[Spec, Residence] | None:

@@ -24,6 +24,7 @@ from ..log.order import Memory
 from ..log.spec import NO_TENSOR, Spec
 from ..tensors.worker_functions import read_function
 from ..wire.messages import ARGUMENT, FLOAT, HELD, MADE, NUMBER, PROGRAM
+from .begins import moved
 from .recording import Crossed, Instruction, Name, Part, Recording
 
 # Where a memory is found in a replay: that of an argument, one that stays, or one of the replay's own.
@@ -38,6 +39,8 @@ class Made:
     spec: Spec
     place: Residence
     memory: Where
+    # It begins as far from there as this argument does from where that began.
+    follows: tuple[int, int] | None = None
 
 
 @dataclass
@@ -160,7 +163,8 @@ class Piece:
         operands = [values.handle(operand) for operand in self.operands]
         fresh = []
         for made in self.made:
-            handle = Handle(next_ref(), made.spec, made.place, values.storage(made.memory))
+            spec = made.spec if made.follows is None else moved(made.spec, made.follows, values.leaves)
+            handle = Handle(next_ref(), spec, made.place, values.storage(made.memory))
             values.made[made.name] = handle
             fresh.append(handle)
         refs = [handle.ref for handle in operands], [handle.ref for handle in fresh]

@@ -16,8 +16,8 @@ from ..session.session import session_of_log
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD
 from .anchors import Anchor, anchored
+from .arithmetic import Term, explained, leaves_of, numbers_of
 from .carried import Carried, Kind, Taken
-from .changing import explained, numbers_of
 from .graphs import given
 from .guards import Guards
 from .layout import Layout, is_new, kept_behind
@@ -25,7 +25,8 @@ from .parts import Piece, Values
 from .reach import Reach
 from .recording import Name
 from .run import Run, laid_out
-from .seen import Key, Seen
+from .seen import Key, Seen, same
+from .vain import Tries
 
 
 @dataclass
@@ -44,8 +45,6 @@ class Found:
     changed_arguments: Sequence[int]
     # These arguments are also found from the function.
     pinned: Sequence[int]
-    # These arguments are floats, by number.
-    floats: dict[str, int] = field(default_factory=dict)
     # The memory at each path before it.
     memories: Sequence[tuple[str, Storage]] = ()
     # At these paths another tensor of this kind may stand.
@@ -56,6 +55,8 @@ class Found:
     changed_paths: Sequence[str] = ()
     # It has read these.
     reads: Mapping[Key, Seen] = field(default_factory=dict)
+    # It has decided these by floats.
+    decisions: Mapping[Term, object] = field(default_factory=dict)
 
 
 class Plan:
@@ -66,28 +67,41 @@ class Plan:
         self.run, self.name = run, found.name
         paths = found.after.paths
         kept = kept_behind(run, paths)
-        numbers, _ = explained(other.recording.floats, recording.floats, other.floats, run.floats)
-        free = frozenset(path for number in numbers for form in number.forms for path in form.paths)
+        numbers, _ = explained(other.recording.floats, recording.floats, other.terms, run.terms)
+        free = leaves_of(term for number in numbers for term in number.terms)
+        reads = {
+            key: one
+            for key, one in found.reads.items()
+            if one.form != "bytes" or id(one.owner) not in run.steps
+        }
         by_ref = {tensor._handle.ref: tensor for tensor in paths.values()}
         renewed = [by_ref[ref] for ref in kept]
         mine = set(map(id, renewed))
         alone: dict[str, object] = {path: tensor for path, tensor in paths.items() if id(tensor) in mine}
-        self.guards = Guards(
-            found.after, found.reads, {**alone, **found.replaced}, free - found.floats.keys()
-        )
+        self.guards = Guards(found.after, reads, {**alone, **found.replaced}, free, run.steps)
         self.kinds = found.kinds
         self.carried = Carried(found.after, renewed, found.kinds)
-        self._numbers = numbers_of(numbers, found.after.seen, found.floats) if numbers else None
-        self.follows_floats = bool(numbers)
+        self._words = [number.words for number in numbers]
+        self._numbers = numbers_of(numbers, found.decisions, reads, run.steps) if numbers else None
+        self._steps = list(run.steps.values())
         # What it changes counts as written by this process's autograd too.
         self._changed = list(dict.fromkeys(map(anchored, (*found.changed, *renewed))))
         self._changed_arguments = list(found.changed_arguments)
         self._fixed_floats = {
             k: value
-            for path, k in found.floats.items()
-            if path not in free and isinstance(value := found.leaves[k], float)
+            for k, value in enumerate(found.leaves)
+            if type(value) is float and ("argument", k) not in free
         }
         self._pinned = [(k, _handle(found.leaves[k])) for k in found.pinned]
+        moves = self._moves = other.moves(run)
+        self._fixed = [(k, h.spec) for k in moves.fixed if (h := _handle(found.leaves[k])) is not None]
+        inside = {id(t._handle.storage) for _, t in found.after.tensors.values()}
+        # What shares memory with something that was found must do so again: it is one memory for streams.
+        self._inside = [
+            (k, handle.storage)
+            for k, leaf in enumerate(found.leaves)
+            if (handle := _handle(leaf)) is not None and id(handle.storage) in inside
+        ]
         returned: dict[Name, Handle] = {}
         # Each entry makes a leaf: of the values of a replay, of the arguments, or as it always is.
         self._leaves: list[tuple[str, Name | int, bool, object]] = []
@@ -110,7 +124,16 @@ class Plan:
 
         def laid(opened: Mapping[Name, Name]) -> Layout:
             return Layout(
-                recording, kept, numbers, returned, paths, found.leaves, found.memories, compile, opened
+                recording,
+                kept,
+                numbers,
+                returned,
+                paths,
+                found.leaves,
+                found.memories,
+                compile,
+                opened,
+                moves,
             )
 
         layout = self._layout = self._used = laid({})
@@ -131,6 +154,8 @@ class Plan:
         self._context, self._place = self._now(), self._places.current()
         # It was compared with a recording behind so many replays.
         self.replays = self.verified = 0
+        # A replay says there that recordings are not in vain.
+        self.tries = Tries()
 
     def compiled(self) -> str:
         """Return what became of its compiling. Block until what was issued before has run."""
@@ -140,6 +165,15 @@ class Plan:
     def does_as(self, other: Plan) -> bool:
         """Whether another plan does the same with the same kinds of tensors."""
         return not self.run.difference(other.run) and self.kinds == other.kinds
+
+    def differs(self, run: Run, numbers: Sequence[float]) -> str:
+        """Say how a call did something else than its replay with these numbers would have done."""
+        floats = run.recording.floats
+        for word, number in ((word, number) for words, number in zip(self._words, numbers) for word in words):
+            if word < len(floats) and not same(number, floats[word]):
+                line = run.recording.line_of_float(word)
+                return f"a number would have been {number!r}, and is {floats[word]!r}\n  issued at {line}"
+        return self.run.difference(run)
 
     def fits(self, leaves: Sequence[object]) -> bool:
         """Whether these arguments are of this plan, and all that it has found is as it was."""
@@ -169,9 +203,28 @@ class Plan:
         for k, handle in self._pinned:
             if _handle(leaves[k]) is not handle:
                 return False
+        for k, spec in self._fixed:
+            if leaves[k]._handle.spec is not spec:  # type: ignore[attr-defined]
+                return False
+        for k, storage in self._inside:
+            if leaves[k]._handle.storage is not storage:  # type: ignore[attr-defined]
+                return False
+        if self._moves.together and self._moves.apart(leaves):
+            return False
         if self._streams is not None and dict(current_streams.get()) != self._streams:
             return False
         return self._at_its_place()
+
+    def _elsewhere(self, leaves: Sequence[object]) -> str:
+        """Say which argument is elsewhere in its memory, or in another one, or return nothing."""
+        for k, spec in self._fixed:
+            if leaves[k]._handle.spec is not spec:  # type: ignore[attr-defined]
+                return f"argument {k} began at byte {spec.begin} of its memory, and begins elsewhere now"
+        for k, storage in self._inside:
+            if leaves[k]._handle.storage is not storage:  # type: ignore[attr-defined]
+                return f"argument {k} was in a memory that the function finds by itself, and is not any more"
+        apart = self._moves.apart(leaves)
+        return "arguments that moved alike in their memory do not any more" if apart else ""
 
     def _now(self) -> tuple[object, ...]:
         return current_node.get(), current_device.get(), current_mesh.get(), self._places.default
@@ -193,6 +246,8 @@ class Plan:
         for k, handle in self._pinned:
             if _handle(leaves[k]) is not handle:
                 return f"argument {k} was a tensor that the function finds by itself, and is another one now"
+        if elsewhere := self._elsewhere(leaves):
+            return elsewhere
         if self._streams is not None and dict(current_streams.get()) != self._streams:
             return "another stream is current, and the program uses several"
         if not self._at_its_place():
@@ -228,6 +283,8 @@ class Plan:
             act.issue(values, numbers, line, self.name)
             for name in over:
                 values.made.pop(name, None)
+        if self._steps:
+            torch._foreach_add_(self._steps, 1)
         self._count_versions(leaves)
         if taken is not None and self._changed_entries:
             torch.autograd.graph.increment_version([*map(taken.instead_of, self._changed_entries)])

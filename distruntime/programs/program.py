@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import NotSupportedError, UsageError, drop_frames, without_our_frames
 from ..log.current import current_streams
+from ..log.handle import next_ref
 from ..log.issue import noting
 from ..log.line import line_text, user_line
 from ..log.log import Log
@@ -21,12 +21,16 @@ from ..log.tape import Tape, not_in_a_program, recorded
 from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD
+from .arithmetic import Arithmetic
+from .begins import Placed, begins_of
 from .carried import kinds_found, renewed_kinds
+from .garbage import young_cycles_end
+from .kinds import Kinds
 from .plan import Found, Plan
 from .reach import Reach
 from .reads import Reads
 from .recorder import record
-from .recording import Name
+from .recording import Crossed, Name
 from .run import (
     Run,
     Stripped,
@@ -43,14 +47,11 @@ from .run import (
 from .seen import PLAIN
 from .signature import local_leaf, signature_of
 from .tracing import traced
+from .vain import Tries
 from .watch import LocalDraws, watched
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# So many recordings of one kind of call may differ, each from all before it.
-_MOST = 8
-# So many kinds of calls are remembered, and so many plans of each.
-_MOST_KINDS, _MOST_PLANS = 256, 8
 
 
 class Program(Generic[P, R]):
@@ -66,11 +67,8 @@ class Program(Generic[P, R]):
         self._name = getattr(fn, "__name__", type(fn).__name__)
         self.recordings = self.replays = 0
         self.why = "it was not called yet"
-        self._plans: dict[object, list[Plan]] = {}
-        self._runs: dict[object, list[Run]] = {}
+        self._kinds = Kinds()
         self._last: Plan | None = None
-        # So many recordings in a row have agreed with none before.
-        self._odd = 0
 
     def __repr__(self) -> str:
         return f"<program {self._name!r}, {self.recordings} recordings, {self.replays} replays>"
@@ -106,25 +104,28 @@ class Program(Generic[P, R]):
 
     def _call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> R:
         leaves, signature = signature_of(args, kwargs)
-        why = "no two recordings agree yet"
-        plans = self._plans.get(signature)
+        if self._kinds.placed and signature in self._kinds.placed:
+            signature = Placed(signature, begins_of(leaves))
+        # Why one does not fit takes longer to say than that it does not, and a plain call need not know.
+        why: str | Plan = "no two recordings agree yet"
+        plans = self._kinds.plans.get(signature)
         for plan in tuple(plans or ()):
             if plans is None or not plan.usable():
-                self._forget(signature)
+                self._kinds.forget(signature)
                 break
             taken = None
             if not plan.fits(leaves) and (taken := plan.fits_with(leaves)) is None:
-                why = plan.missed(leaves) or "the arguments are others"
+                why = plan
                 continue
             numbers = plan.numbers(leaves)
             if (numbers is None or self._due(plan)) and taken is not None:
                 taken.put_back()
             if numbers is None:
-                why = "numbers follow floats that were equal, and are not any more"
+                why = "what follows from floats comes out in another way now"
                 continue
             if self._due(plan):
                 why = "it was recorded again to compare"
-                return self._record(signature, args, kwargs, leaves, why, plan)
+                return self._record(signature, args, kwargs, leaves, why, plan, numbers)
             try:
                 found = plan.replay(leaves, numbers, taken)
             except BaseException:
@@ -133,19 +134,30 @@ class Program(Generic[P, R]):
                     taken.put_back()
                 raise
             self._last = plan
+            plan.tries.in_vain = 0
             self.replays += 1
             self.why = ""
             return found  # type: ignore[return-value]
+        tries = self._kinds.tries_of(signature)
+        if not self._verify and tries.over():
+            return self._plainly(args, kwargs, tries)
+        if isinstance(why, Plan):
+            why = why.missed(leaves) or "the arguments are others"
         return self._record(signature, args, kwargs, leaves, why)
 
-    def _due(self, plan: Plan) -> bool:
-        """Whether a plan is to be compared with a recording: at its replays 1, 2, 4, 8 and so on."""
-        n = plan.replays
-        return (self._verify or plan.follows_floats) and n > 0 and not n & (n - 1) and plan.verified != n
+    def _plainly(self, args: tuple[object, ...], kwargs: dict[str, object], tries: Tries) -> R:
+        """Call the function, and return what a recording would: no graph leaves."""
+        tries.tell(self._name)
+        self.why = f"it runs plainly, as recordings were in vain: {tries.why}"
+        # What was there before is returned as it is.
+        known = range(next_ref())
+        found = stripped(self._fn(*args, **kwargs), known, self._name)  # type: ignore[arg-type]
+        given = [*map(laid_out, dressed(found, (), self._name), found.layouts)]
+        return tree_unflatten(given, found.tree)  # type: ignore[no-any-return]
 
-    def _forget(self, signature: object) -> None:
-        self._plans.pop(signature, None)
-        self._runs.pop(signature, None)
+    def _due(self, plan: Plan) -> bool:
+        """Whether a plan is to be compared with a recording: each one is, if the user wishes."""
+        return self._verify
 
     # -- recording -------------------------------------------------------------------------------------------
 
@@ -157,8 +169,9 @@ class Program(Generic[P, R]):
         leaves: list[object],
         why: str,
         expected: Plan | None = None,
+        numbers: Sequence[float] = (),
     ) -> R:
-        runs = self._runs.get(signature)
+        runs = self._kinds.runs.get(signature)
         first, lenient = not runs, not runs or not runs[-1].recording.unfit
         self.recordings += 1
         self.why = "it was the first call of its kind" if first else why
@@ -180,8 +193,8 @@ class Program(Generic[P, R]):
             for key, tensor in mesh.residence().numbers.items()
         ]
         before = Reach(roots)
-        floats = before.floats()
-        floats.update({f"argument {k}": leaf for k, leaf in enumerate(leaves) if type(leaf) is float})
+        counted = {key: (tensor, tensor.item()) for key, tensor in before.steps.items()}
+        terms = Arithmetic({k: leaf for k, leaf in enumerate(leaves) if type(leaf) is float}, counted)
         paths = before.by_ref()
         arguments = {
             leaf._handle.ref: k
@@ -203,17 +216,16 @@ class Program(Generic[P, R]):
         ]
         tapes: list[tuple[Log, Tape]] = []
         found: Stripped
-        reads = Reads(id(sys._getframe()))
+        asked = recorded.asked = []
+        reads = Reads(id(sys._getframe()), terms)
         try:
             tapes += [(log, log.begin_tape()) for log in session.logs]
-            with watched(self._name, first, lenient), noting() as notes:
+            with watched(self._name, first, lenient), noting() as notes, young_cycles_end():
                 with traced(reads):
                     result = self._fn(*args, **kwargs)  # type: ignore[arg-type]
                 found = stripped(result, names, self._name)
                 del result
                 reasons = reads.settle()
-                # What only cycles hold is let go of now, at one place of the recording.
-                gc.collect()
         finally:
             for log, tape in tapes:
                 log.end_tape(tape)
@@ -230,9 +242,10 @@ class Program(Generic[P, R]):
             if reasons:
                 recording.unfit = self.why = f"each call is recorded, since {reasons[0]}"
             changed = reads.renew()
+            steps = {key: tensor for key, (tensor, was) in counted.items() if tensor.item() == was + 1}
             after = Reach(roots)
             if not first:
-                require_unchanged(before, after)
+                require_unchanged(before, after, steps)
             refs = {handle.ref for leaf in found.leaves if (handle := handle_of(leaf)) is not None}
             state = state_behind(recording, after, paths, arguments, refs, self._refusal, first)
         finally:
@@ -243,15 +256,27 @@ class Program(Generic[P, R]):
             {path: tensor._handle.spec for path, tensor in after.paths.items()},
             returned_from(found, recording, arguments, paths),
             found.tree,
-            floats,
+            terms.values,
+            steps,
             changed,
+            begins_of(leaves),
+            {
+                name: spec
+                for act in recording.acts
+                if isinstance(act, Crossed)
+                for name, (spec, _) in zip(recording.cut(act).reads, act.operands)
+            },
         )
         kept = {after.paths[path]._handle.ref for path in state}
         handles = [handle_of(leaf) for leaf in found.leaves]
         given = dressed(found, kept, self._name)
-        same = self._same(signature, run)
-        if expected is not None and same is not expected.run and (odd := expected.run.difference(run)):
-            self._forget(signature)
+        if any(isinstance(leaf, DistributedTensor) and leaf._handle.storage in asked for leaf in leaves):
+            signature = self._kinds.place(signature, run, "it asks where an argument begins in its memory")
+        same, differs = self._kinds.same(signature, run)
+        self.why = differs or self.why
+        odd = "" if expected is None else expected.differs(run, numbers)
+        if expected is not None and odd:
+            self._kinds.forget(signature)
             raise UsageError(
                 f"the program {self._name!r} does something else than its replays did: {odd}\n"
                 f"  compared at {line_text(user_line())}\n"
@@ -278,57 +303,31 @@ class Program(Generic[P, R]):
                     [t for t in changed if id(t) in after.tensors],
                     [k for k, leaf in enumerate(leaves) if any(leaf is t for t in changed)],
                     [k for ref, k in arguments.items() if ref in paths],
-                    {f"argument {k}": k for k, leaf in enumerate(leaves) if type(leaf) is float},
                     memories,
                     kinds,
                     replaced(before, after, state),
                     changed_paths,
                     reads.found,
+                    terms.decisions,
                 ),
                 self._compile,
             )
             if expected is not None:
                 plan.replays = plan.verified = expected.replays
-            self._keep(signature, plan, expected)
+            plan.tries = self._kinds.tries_of(signature)
+            new = self._kinds.keep(signature, plan, expected)
             # Whoever holds a tensor from here on is not of this call.
             del before, after, known, memories, notes, versions, gradients, changed, found, handles
             plan.guards.settle()
             again = "" if "agree yet" in why else f"{why}, so "
             self.why = f"{again}it was recorded, and agrees with one before: the next call is replayed"
+            self._kinds.note(signature, new or expected is not None, why)
+        else:
+            self.why = self.why if recording.acts else "it issues nothing on a worker"
+            self._kinds.note(signature, False, self.why)
         recording.settle()
         given = [laid_out(leaf, one.layout) for leaf, one in zip(given, run.returned)]
         return tree_unflatten(given, run.tree)  # type: ignore[no-any-return]
-
-    def _same(self, signature: object, run: Run) -> Run | None:
-        """Return an earlier run that has done the same; raise if too many have not."""
-        runs = self._runs.setdefault(signature, [])
-        if len(self._runs) > _MOST_KINDS:
-            self._forget(next(iter(self._runs)))
-        fit = [one for one in runs if not one.recording.unfit]
-        same = next((one for one in reversed(fit) if not one.difference(run)), None)
-        if run.recording.unfit:
-            same = None
-        elif same is not None:
-            self._odd = 0
-            # The last one's floats say most.
-            fit = [one for one in fit if one is not same]
-        elif fit:
-            self._odd += 1
-            self.why = f"it differs from the recording before: {fit[-1].difference(run)}"
-            if self._odd >= _MOST:
-                self._forget(signature)
-                raise NotSupportedError(
-                    f"{_MOST} recordings of the program {self._name!r} in a row differ, so it cannot be "
-                    f"replayed: {self.why}"
-                )
-        runs[:] = [*fit[-_MOST:], run]
-        return same
-
-    def _keep(self, signature: object, plan: Plan, instead: Plan | None) -> None:
-        """Let a plan be the first that is tried. A plan that did the same is never tried again."""
-        plans = self._plans.setdefault(signature, [])
-        rest = [one for one in plans if one is not instead and not one.does_as(plan)]
-        plans[:] = [plan, *rest[: _MOST_PLANS - 1]]
 
     def _require_plain(
         self,
@@ -390,7 +389,7 @@ def program(
         compile: "inductor" lets the worker compile it, beside the first replays, which run as they are. Its
             results differ from eager's in the last digits. "cudagraphs" lets the worker launch its kernels
             as one CUDA graph. `compiled` says how far that is, or why it runs as it is.
-        verify: record again at calls 2, 4, 8 and so on, and compare.
+        verify: record each call, and compare it with what a replay would have done. Nothing is replayed.
 
     Returns at once. A recorded call waits for a worker that is still to confirm what new operators
     return.

@@ -60,6 +60,8 @@ class Reach:
         self.paths: dict[str, DistributedTensor] = {}
         # These generators of random numbers were found.
         self.generators: list[tuple[str, Callable[[], object]]] = []
+        # These tensors of this process count the steps of an optimizer, by id.
+        self.steps: dict[int, torch.Tensor] = {}
         self._ids: dict[int, object] = {}
         self._names: dict[str, int] = {}
         self._todo: deque[tuple[str, object]] = deque()
@@ -70,10 +72,6 @@ class Reach:
                 self._todo.append((path, root))
         while self._todo and len(self._ids) < _MOST:
             self._walk(*self._todo.popleft())
-
-    def floats(self) -> dict[str, float]:
-        """Return the floats that were found, by path."""
-        return {one.path: one.value for one in self.seen if type(one.value) is float}
 
     def by_ref(self) -> dict[int, str]:
         """Return the path of each remote tensor by its ref."""
@@ -193,6 +191,11 @@ class Reach:
             if own is not None:
                 self._todo.append((path, own))
             return
+        if isinstance(thing, torch.optim.Optimizer):
+            for state in thing.state.values():
+                step = state.get("step") if isinstance(state, dict) else None
+                if type(step) is torch.Tensor and step.numel() == 1 and step.is_floating_point():
+                    self.steps[id(step)] = step
         found = getattr(thing, "__dict__", None)
         if isinstance(found, dict):
             if not isinstance(thing, torch.nn.Module):

@@ -24,7 +24,18 @@ import torch
 from ..log.line import line_from, line_text, of_a_library, own_line
 from . import operands
 from .anchors import Anchor
-from .functions import draws, gives_again, is_c, is_traced, is_trusted, name_of, of_arguments, starts_thread
+from .arithmetic import Arithmetic, Term, operator_of
+from .functions import (
+    draws,
+    gives_again,
+    is_c,
+    is_traced,
+    is_trusted,
+    name_of,
+    of_arguments,
+    of_torch,
+    starts_thread,
+)
 from .instructions import Reading
 from .reach import Reach
 from .seen import MISSING, PLAIN, TENSOR, Key, Seen, content_of, elements_of, key_of, keys_of, looked_up
@@ -55,6 +66,8 @@ _BLIND = frozenset(
 _MOST = 64
 # So many bytes of buffers are compared with what they were, in all.
 _MOST_BYTES = 65536
+# So many things are looked at behind one argument.
+_MOST_DEEP = 10_000
 _GETTERS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
 _PICKLING = ("_pickle", "_json", "copyreg", "json", "pickle")
 
@@ -62,9 +75,9 @@ _PICKLING = ("_pickle", "_json", "copyreg", "json", "pickle")
 class Reads:
     """What one call has read, of what was there before it."""
 
-    def __init__(self, base: int) -> None:
+    def __init__(self, base: int, numbers: Arithmetic) -> None:
         # The id of the frame that calls the function.
-        self.base = base
+        self.base, self.numbers = base, numbers
         # Each read, by its owner's id, its form and its key.
         self.found: dict[Key, Seen] = {}
         # Why each call must be recorded, with the object that it depends on, if there is one.
@@ -86,6 +99,7 @@ class Reads:
             "contains": self._contains,
             "iterate": self._iterate,
             "both": self._both,
+            "negative": self._negative,
             "truth": self._truth,
             "text": self._text,
             "with": self._with,
@@ -119,8 +133,10 @@ class Reads:
         """Note that something was read, and what it was."""
         held = TENSOR if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor else value
         one = Seen(path, form, owner, key, held)
-        if self.found.setdefault(key_of(one), one) is one and isinstance(value, _HOLDERS):
+        name = key_of(one)
+        if self.found.setdefault(name, one) is one and isinstance(value, _HOLDERS):
             self._function(value)
+        self.numbers.read(name, value)
 
     def _function(self, value: object) -> None:
         """Note what a function is, as it can be changed where it stands."""
@@ -287,7 +303,9 @@ class Reads:
     def _part(self, owner: object, key: object, frame: types.FrameType) -> None:
         """Note one item of a container."""
         kind = type(owner)
+        self.numbers.pin(key)
         if kind in _FIXED:
+            self.numbers.element(owner, key)
             return
         if isinstance(owner, types.MappingProxyType):
             owner = gc.get_referents(owner)[0]
@@ -318,14 +336,31 @@ class Reads:
             self._whole(owner, frame)
 
     def _iterate(self, frame: types.FrameType, one: Reading) -> None:
-        self._whole(operands.operand(frame, one.depth), frame)
+        owner = operands.operand(frame, one.depth)
+        self.numbers.element(owner, None)
+        self._whole(owner, frame)
 
     def _both(self, frame: types.FrameType, one: Reading) -> None:
-        for below in (0, 1):
-            value = operands.operand(frame, one.depth, below)
+        right, left = operands.operand(frame, one.depth), operands.operand(frame, one.depth, 1)
+        term = self.numbers.follows(operator_of(str(one.argument)), (left, right))
+        if term is not None:
+            self._follow(frame, term)
+            return
+        for value in (left, right):
             if isinstance(value, decimal.Decimal):
                 self.note("decimal.getcontext()", "given", _decimals, (), _decimals())
-            self._deep(value, frame)
+            # An operator of a tensor takes a number with it, in a word of its own.
+            self._deep(
+                value, frame, pins=not isinstance(left, torch.Tensor) and not isinstance(right, torch.Tensor)
+            )
+
+    def _follow(self, frame: types.FrameType, term: Term) -> None:
+        self._then[id(frame)] = functools.partial(self.numbers.gave, term)
+
+    def _negative(self, frame: types.FrameType, one: Reading) -> None:
+        term = self.numbers.follows(operator.neg, (operands.operand(frame, one.depth),))
+        if term is not None:
+            self._follow(frame, term)
 
     def _text(self, frame: types.FrameType, one: Reading) -> None:
         self._deep(operands.operand(frame, one.depth), frame)
@@ -335,7 +370,10 @@ class Reads:
 
     def _truth(self, frame: types.FrameType, one: Reading) -> None:
         value = operands.operand(frame, one.depth)
-        if isinstance(value, _CONTAINERS):
+        term = self.numbers.term(value)
+        if term is not None:
+            self.numbers.gave((bool, term), bool(value))
+        elif isinstance(value, _CONTAINERS):
             self._length(value)
         elif type(value) not in _FIXED:
             self._whole(value, frame)
@@ -382,13 +420,15 @@ class Reads:
         for key, value in zip(keys if isinstance(owner, dict) else range(len(values)), values):
             self.note(f"{kind}[{key!r:.40}]", "item", owner, key, value)
 
-    def _deep(self, thing: object, frame: types.FrameType, objects: bool = False, most: int = 10_000) -> None:
+    def _deep(self, thing: object, frame: types.FrameType, objects: bool = False, pins: bool = True) -> None:
         """Note all that can be reached from something through containers, and through objects if they count."""
-        if type(thing) in _SIMPLE:
+        if type(thing) in _SIMPLE and type(thing) is not float:
             return
         todo, known = [thing], set[int]()
-        while todo and len(known) < most:
+        while todo and len(known) < _MOST_DEEP:
             one = todo.pop()
+            if type(one) is float and pins:
+                self.numbers.pin(one)
             if type(one) in _SIMPLE or id(one) in known:
                 continue
             known.add(id(one))
@@ -425,6 +465,10 @@ class Reads:
 
     def _call(self, frame: types.FrameType, one: Reading) -> None:
         function, arguments = _called(frame, one)
+        term = self.numbers.called(function, arguments)
+        if term is not None:
+            self._follow(frame, term)
+            return
         if arguments and one.argument[0] == "CALL_FUNCTION_EX":  # type: ignore[index]
             for below in (0, 1):
                 self._whole(operands.operand(frame, one.depth, below), frame)
@@ -485,13 +529,16 @@ class Reads:
             self._given(function, arguments, frame)
             return
         first = arguments[0] if arguments else None
+        if name == "item" and id(first) in self.numbers.steps:
+            self._then[id(frame)] = functools.partial(self.numbers.item, first)
         if isinstance(first, dict) and name in ("get", "__getitem__", "__contains__", "pop", "setdefault"):
             self._part(first, arguments[1] if len(arguments) > 1 else None, frame)
         else:
             objects = isinstance(function, _GETTERS) or type(function).__module__ in _PICKLING
             objects = objects or str(getattr(function, "__module__", "")) in _PICKLING
             for argument in arguments:
-                self._deep(argument, frame, judged and (objects or isinstance(argument, _GETTERS)))
+                deep = judged and (objects or isinstance(argument, _GETTERS))
+                self._deep(argument, frame, deep, pins=not of_torch(function))
         if function is warnings.warn or function is warnings.warn_explicit:
             self._whole(warnings.filters, frame)
         elif (judged and not of_arguments(function)) or starts_thread(function):
@@ -527,6 +574,7 @@ class Reads:
     def settle(self) -> list[str]:
         """Let go of what only the call itself has held. Return the reasons that are left."""
         self._then.clear()
+        self.numbers.settle()
         lone = object()
         # The variable, and the argument of the function that counts.
         spare = sys.getrefcount(lone)

@@ -51,6 +51,8 @@ _FUNCTIONS = (
     *("distruntime::record", "distruntime::record_autocast", "distruntime::record_attention"),
     *("distruntime::replay_backward", "distruntime::resize_storage", "distruntime::exchange_rng_state"),
 )
+# These operators have an offset among their constants, which counts from the begin of a memory.
+_PLACED = ("aten::as_strided", "aten::set_")
 
 
 class _Recorder:
@@ -226,6 +228,8 @@ def _add(
         raise _refused(_REFUSED.get(word, f"hold the instruction {word}"), line, "do that outside")
     name, args, kwargs, results, *_ = log.templates.fields(word)
     _require_fit(str(name), line)
+    if str(name).startswith(_PLACED):
+        found.placed[word] = str(name)
     kinds = [*_operands(args), *(kind for value in kwargs.values() for kind in _operands(value))]  # type: ignore[attr-defined]
     count = len(kinds)
     operands = [

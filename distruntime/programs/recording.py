@@ -86,6 +86,8 @@ class Recording:
     makers: list[int] = field(default_factory=list)
     # The memory of a value that was made, where its log has several streams or it crosses.
     memories: dict[int, object] = field(default_factory=dict)
+    # Where a template says where in a memory something begins, this is the name of its operator.
+    placed: dict[int, str] = field(default_factory=dict)
     # These refs were let go of meanwhile.
     freed: set[int] = field(default_factory=set)
     # This is why the run is compared with no other: a call may do what is done once.
@@ -105,6 +107,12 @@ class Recording:
         found: list[Name] = []
         for one in self.body:
             found += one.reads if isinstance(one, Cut) else (*one.words, *(one.kin or ()))
+        return found
+
+    def cut(self, crossed: Crossed) -> Cut:
+        """Return what stands between two parts."""
+        found = self.body[crossed.step]
+        assert isinstance(found, Cut)
         return found
 
     def renamed(self, names: Mapping[Name, Name]) -> Recording:
@@ -130,6 +138,10 @@ class Recording:
     def where(self, ref: int) -> str:
         """Return the line that made a value here."""
         return line_text(self.lines[self.makers[self.made[ref]]])
+
+    def line_of(self, step: int) -> str:
+        """Return the line of an instruction, by its number."""
+        return line_text(self.lines[step])
 
     def line_of_float(self, number: int) -> str:
         """Return the line of the instruction that has a float, by the float's number."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,9 @@ from ..log.tape import not_in_a_program
 from ..operators.proxies import wrap
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD, MADE
-from .changing import explained
+from .arithmetic import Term, explained
+from .begins import Begins, Moves, alike, followed, line_of_offset
+from .garbage import still_held
 from .graphs import given
 from .reach import Reach, local_of
 from .recording import Name, Recording, difference
@@ -48,9 +50,15 @@ class Run:
     specs: dict[str, Spec]
     returned: list[Returned]
     tree: TreeSpec
-    floats: dict[str, float] = field(default_factory=dict)
+    # How the floats of the call came about.
+    terms: Mapping[Term, float] = field(default_factory=dict)
+    # These tensors of this process count an optimizer's steps, and the call has counted one.
+    steps: Mapping[int, torch.Tensor] = field(default_factory=dict)
     # What it has read, where something else stands behind it.
     changed: Mapping[Key, object] = field(default_factory=dict)
+    # This is where its arguments began, and what it has handed to what stands between its parts.
+    begins: Begins = ()
+    crossed: dict[Name, Spec] = field(default_factory=dict)
 
     def difference(self, other: Run) -> str:
         """Say how another call did something else, or return nothing."""
@@ -58,25 +66,58 @@ class Run:
         if found:
             return found
         numbers = self.recording.floats, other.recording.floats
-        _, odd = explained(*numbers, self.floats, other.floats)
+        _, odd = explained(*numbers, self.terms, other.terms)
         if odd >= 0:
             line = other.recording.line_of_float(odd)
             return (
                 f"a number changes from {numbers[0][odd]!r} to {numbers[1][odd]!r}, and follows no float "
-                f"that was found\n  issued at {line}\n  pass it as a tensor; torch.optim.AdamW and its like "
-                "need fused=True or capturable=True"
+                f"that was found\n  issued at {line}\n  pass it as an argument, or as a tensor"
             )
+        if self.steps.keys() != other.steps.keys():
+            return "an optimizer counts other steps"
         if self.state != other.state:
             paths = [p for p in {**self.state, **other.state} if self.state.get(p) != other.state.get(p)]
             return f"it leaves another value at {paths[0]}"
         if self.tree != other.tree or not all(map(_alike, self.returned, other.returned)):
             return "it returns something else: plain values must be the same at each call"
         odd_specs = [p for p, spec in self.specs.items() if other.specs.get(p, spec) is not spec]
-        return f"the shape or the layout of {odd_specs[0]} changes" if odd_specs else ""
+        if odd_specs:
+            return f"the shape or the layout of {odd_specs[0]} changes"
+        odd_values = [name for name, follows in self._follows(other) if follows is None]
+        return "a value begins elsewhere in its memory, and follows no argument" if odd_values else ""
+
+    def _follows(self, other: Run) -> Iterator[tuple[Name, tuple[int, ...] | None]]:
+        """Yield the names of what was made and is known outside of a part, each with what it follows."""
+        pairs = [(one.name, one.spec, two.spec) for one, two in zip(self.returned, other.returned)]
+        pairs += [(name, spec, other.crossed.get(name)) for name, spec in self.crossed.items()]
+        for name, one, two in pairs:
+            if name is not None and name[0] == MADE:
+                yield name, followed(one, two, self.begins, other.begins)
+
+    def moves(self, other: Run) -> Moves:
+        """Return how values move with the arguments, as a later call that did the same tells."""
+        follows = {name: found for name, found in self._follows(other) if found}
+        return Moves((self.begins, other.begins), follows)
+
+    def depends_on_begins(self, other: Run) -> str:
+        """Say how another call differs just because its arguments begin elsewhere, or return nothing."""
+        if self.begins == other.begins or self.state != other.state or self.tree != other.tree:
+            return ""
+        line = line_of_offset(self.recording, other.recording)
+        if difference(self.recording, other.recording) and not line:
+            return ""
+        if not all(map(_alike, self.returned, other.returned)) or self.crossed.keys() != other.crossed.keys():
+            return ""
+        if not all(alike(spec, other.specs.get(path, spec)) for path, spec in self.specs.items()):
+            return ""
+        what = f"an offset does\n  issued at {line}" if line else "what it leaves or returns does"
+        return f"it depends on where its arguments begin in their memory: {what}"
 
 
 def _alike(one: Returned, other: Returned) -> bool:
-    named = (one.name, one.spec, one.wants_grad) == (other.name, other.spec, other.wants_grad)
+    if one.name is not None and one.name[0] == HELD and one.spec is not other.spec:
+        return False
+    named = (one.name, one.wants_grad) == (other.name, other.wants_grad) and alike(one.spec, other.spec)
     return named and one.layout == other.layout and same(one.plain, other.plain)
 
 
@@ -195,12 +236,15 @@ def returned_from(
     return described
 
 
-def require_unchanged(before: Reach, after: Reach) -> None:
+def require_unchanged(before: Reach, after: Reach, steps: Container[int]) -> None:
     """Raise `NotSupportedError` if a function has changed what no replay would change."""
     known = {(one.path, one.form): one for one in before.seen}
     for one in after.seen:
         old = known.get((one.path, one.form))
         if old is None or not _plain(old) or not _plain(one) or same(old.value, one.value):
+            continue
+        # A replay counts an optimizer's steps.
+        if one.form == "version" and id(one.owner) in steps:
             continue
         if one.form == "version":
             raise not_in_a_program(
@@ -244,7 +288,8 @@ def unsteady(before: Reach, after: Reach, free: Collection[str], run: Run, last:
         tensors = isinstance(old, DistributedTensor), isinstance(one.value, DistributedTensor)
         if old is None and tensors[1] and one.path in free:
             continue
-        if tensors[0] != tensors[1] or (_plain(one) and not same(old, one.value)):
+        counted = one.form == "version" and id(one.owner) in run.steps
+        if tensors[0] != tensors[1] or (_plain(one) and not same(old, one.value) and not counted):
             return one.path
     if known:
         return next(iter(known))[0]
@@ -295,11 +340,12 @@ def state_behind(
         elif not first:
             what = "an argument itself" if ref in arguments else "what another thread has made"
             raise refuse(f"leave {what} at {path}", "", "keep a copy there, x.clone()")
-    for ref in recording.made:
-        if not first and ref not in reached and ref not in recording.freed and ref not in returned:
-            raise refuse(
-                "leave a tensor where it cannot be found from the function: a replay could not renew it",
-                recording.where(ref),
-                "return it, or keep it in an object, a list or a dictionary that the function names",
-            )
+    left = () if first else recording.made.keys() - reached - recording.freed - returned
+    # A cycle of something older may hold it.
+    for ref in still_held(left):
+        raise refuse(
+            "leave a tensor where it cannot be found from the function: a replay could not renew it",
+            recording.where(ref),
+            "return it, or keep it in an object, a list or a dictionary that the function names",
+        )
     return state

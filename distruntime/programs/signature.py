@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.utils._pytree import tree_flatten
 
@@ -17,7 +19,7 @@ def signature_of(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[l
     """Return the leaves of a call's arguments, and what tells this kind of call from others."""
     flat = not kwargs
     key: list[object] = []
-    refs: list[int] = []
+    memories: dict[int, int] = {}
     leaves = list(args)
     if not flat or any(not isinstance(leaf, (DistributedTensor, *PLAIN)) for leaf in leaves):
         leaves, tree = tree_flatten((args, kwargs))
@@ -30,11 +32,15 @@ def signature_of(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[l
             leaves = [*leaves[:k], leaf, *leaves[k + 1 :]]
         if type(leaf) is DistributedTensor:
             handle = leaf._handle
-            key += (handle.spec, handle.place, leaf.requires_grad)
-            # Two arguments that are one tensor are one name in a recording.
-            if handle.ref in refs:
-                key.append(refs.index(handle.ref))
-            refs.append(handle.ref)
+            # Where it begins in its memory is no part of the kind: the batches of one tensor are alike.
+            # Where it begins in its memory is no part of the kind: the batches of one tensor are alike.
+            spec = handle.spec if not handle.spec.offset else handle.spec.at(0)
+            key += (spec, handle.place, leaf.requires_grad)
+            # Two arguments that are one tensor are one name in a recording. Two that share memory are one
+            # memory in the order of streams.
+            first = memories.setdefault(id(handle.storage), k)
+            if first != k:
+                key.append((first, _first_name(leaves, handle.ref)))
         elif type(leaf) is float:
             key.append(float)
         elif isinstance(leaf, PLAIN):
@@ -51,6 +57,13 @@ def signature_of(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[l
         else:
             key.append(_Is(leaf))
     return leaves, tuple(key)
+
+
+def _first_name(leaves: Sequence[object], ref: int) -> int:
+    """Return the first argument that is the value of this ref."""
+    return next(
+        k for k, leaf in enumerate(leaves) if type(leaf) is DistributedTensor and leaf._handle.ref == ref
+    )
 
 
 def local_leaf(leaf: object) -> object:

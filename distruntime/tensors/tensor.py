@@ -19,6 +19,7 @@ from torch.types import Number
 from ..errors import NotSupportedError, PlacementError, UsageError, of_caller, without_our_frames
 from ..log.current import ACCELERATOR, DeviceLike, device_name
 from ..log.handle import Handle, Place, Residence
+from ..log.tape import note_begin_asked
 from ..operators.dispatch import dispatch
 from ..operators.member_views import view_of_member
 from ..operators.proxies import wrap
@@ -370,9 +371,15 @@ class DistributedTensor(torch.Tensor):
         Views of one memory have numbers in one range, and no two memories share any. It is no address, and
         larger than an address can be: C code refuses it.
         """
+        note_begin_asked(self._handle)
         begin = address(self._handle.storage)
         offset = self._handle.spec.offset * self.element_size()
         return begin + offset if begin and self.numel() else 0
+
+    def storage_offset(self) -> int:
+        """Return where in its memory the tensor begins, in elements."""
+        note_begin_asked(self._handle)
+        return int(super().storage_offset())
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the memory's size, place and identity; its bytes are not in this process."""

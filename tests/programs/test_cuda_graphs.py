@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -247,6 +248,11 @@ def test_what_cannot_be_captured_says_why() -> None:
         1,
         0,
     )
+    placed = Definition(
+        [Row("aten::as_strided", [OPERAND, ["list", 2], ["list", 1], 1], {}, 1)], [], [], [], 1, 0
+    )
+    placed = replace(placed, instructions=[Instruction(0, [X], [0], None)], results=_made(0))
+    assert "an offset counts from the begin" in _refused(placed, StandIn(), [5, 1, 2])
     assert "aten::zeros makes a tensor that is not on cpu" in _refused(made, StandIn(), [5, 1, 2, 3])
 
 

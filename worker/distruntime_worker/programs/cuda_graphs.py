@@ -17,6 +17,7 @@ from distruntime.wire.messages import ARGUMENT, HELD, MADE, Plain
 
 from ..values.step import Slots, Step, Words
 from .definition import Definition, Name
+from .regions import placed_in
 from .source import Straight
 
 # So many runs come before the capture: libraries choose their kernels meanwhile, and allocate workspaces.
@@ -251,6 +252,8 @@ class Graphs:
             raise _Refused(f"its tensors are on {', '.join(sorted(map(str, devices))) or 'no device'}")
         if self._definition.numbers:
             raise _Refused("a number changes at each call")
+        if placed_in(self._definition, self._parts, self._copied):
+            raise _Refused("an offset counts from the begin of a memory of which it would have a copy")
         for instruction in self._definition.instructions:
             part = self._parts[instruction.row]
             if part.lanes:

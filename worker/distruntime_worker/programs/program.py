@@ -20,7 +20,7 @@ from ..values.streams import Work
 from .cuda_graphs import graphs_for
 from .definition import Definition, Instruction, Name, Row, definition_from
 from .inductor import inductor_for
-from .regions import Inputs
+from .regions import Inputs, bases_of
 from .source import Source, Stopped, Straight, last_uses, local
 
 # Names of values while a program runs part by part. No word of a log is so small a number.
@@ -244,17 +244,11 @@ def _require_known(instruction: Instruction, made: set[Name], definition: Defini
 
 def _written(definition: Definition, parts: Sequence[Step]) -> list[Name]:
     """Return the arguments and held values that a program writes, also through views."""
-    bases: dict[Name, set[Name]] = {}
+    bases = bases_of(definition, parts)
     found: dict[Name, None] = {}
     for instruction in definition.instructions:
         part = parts[instruction.row]
-        names = instruction.words
-        viewed: set[Name] = set()
-        for k in part.views:
-            viewed |= bases.get(names[k - 1], {names[k - 1]})
-        for number in instruction.makes:
-            if viewed:
-                bases[MADE, number] = viewed
         for k in (*part.mutates, *part.unsaid):
-            found.update(dict.fromkeys(bases.get(names[k - 1], {names[k - 1]})))
+            name = instruction.words[k - 1]
+            found.update(dict.fromkeys(bases.get(name, {name})))
     return [name for name in found if name[0] in (ARGUMENT, HELD)]

@@ -1,14 +1,14 @@
 """Regions: stretches of a program that Inductor compiles to one call each.
 
 Some instructions are outside of every region: those that draw random numbers, as Inductor draws others; those
-with a number that changes at each replay; those that are one kernel already (`_fused_...`); and the worker's
-own.
+with a number that changes at each replay; those that are one kernel already (`_fused_...`); those with an
+offset into an argument's memory; and the worker's own.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,13 +16,15 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from distruntime.wire.codec import KIN, OPERAND, unpack_constant
-from distruntime.wire.messages import FLOAT, MADE, NUMBER, Plain
+from distruntime.wire.messages import ARGUMENT, FLOAT, MADE, NUMBER, Plain
 
 from ..values.step import Pattern, Step
 from .definition import Definition, Instruction, Name
 
 # A region of fewer instructions gains less than its call costs.
 _FEWEST = 3
+# These operators have an offset among their constants.
+_PLACED = ("aten::as_strided", "aten::set_")
 Compiled = Callable[..., Sequence[torch.Tensor]]  # type: ignore[explicit-any]
 
 
@@ -38,6 +40,37 @@ class Region:
     writes: bool
 
 
+def bases_of(definition: Definition, parts: Sequence[Step]) -> dict[Name, set[Name]]:
+    """Return what each view that a program makes may be a view of, in the end."""
+    bases: dict[Name, set[Name]] = {}
+    for instruction in definition.instructions:
+        viewed: set[Name] = set()
+        for k in parts[instruction.row].views:
+            name = instruction.words[k - 1]
+            viewed |= bases.get(name, {name})
+        if viewed:
+            bases.update(((MADE, number), viewed) for number in instruction.makes)
+    return bases
+
+
+def placed_in(definition: Definition, parts: Sequence[Step], moving: Collection[Name]) -> set[int]:
+    """Return the instructions with an offset that counts from the begin of the memory of one of these.
+
+    Where an argument begins there, for example, is another place in each run.
+    """
+    bases = bases_of(definition, parts)
+    found: set[int] = set()
+    for at, instruction in enumerate(definition.instructions):
+        pattern = parts[instruction.row].pattern
+        if pattern is None or not isinstance(pattern.call, torch._ops.OpOverload):
+            continue
+        if pattern.call._schema.name.startswith(_PLACED):
+            roots = (root for name in instruction.words for root in bases.get(name, {name}))
+            if any(root in moving for root in roots):
+                found.add(at)
+    return found
+
+
 def regions_of(definition: Definition, parts: Sequence[Step]) -> list[Region]:
     """Return the regions of a program, in order."""
     last: dict[Name, int] = {}
@@ -48,9 +81,12 @@ def regions_of(definition: Definition, parts: Sequence[Step]) -> list[Region]:
     for name in (*(name for _, name in definition.kept), *definition.results):
         last[name] = end
     found: list[Region] = []
-    first = 0
+    # Inductor would count from where the argument began in the run that it has compiled for.
+    arguments = [(ARGUMENT, k) for k in range(1, 1 + definition.tensors)]
+    first, placed = 0, placed_in(definition, parts, arguments)
     for at in range(end + 1):
-        if at < end and _fits(definition.instructions[at], parts[definition.instructions[at].row]):
+        here = definition.instructions[at] if at < end and at not in placed else None
+        if here is not None and _fits(here, parts[here.row]):
             continue
         if at - first >= _FEWEST:
             found.append(_region(definition, parts, first, at, last))

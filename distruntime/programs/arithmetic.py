@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -133,6 +133,30 @@ class Arithmetic:
         self._terms.clear()
         self.tuples.clear()
         self._held.clear()
+
+    def keep(self, reads: Container[Key]) -> None:
+        """Forget what was read in objects that only the call itself has held."""
+        known: dict[Term, Term | None] = {}
+
+        def kept(term: Term) -> Term | None:
+            if term not in known:
+                kind, *rest = term
+                if kind in ("argument", "step", "constant"):
+                    known[term] = term
+                elif kind == "read":
+                    known[term] = term if rest[0] in reads else None
+                else:
+                    parts = [kept(part) for part in rest]  # type: ignore[arg-type]
+                    if kind == "either":
+                        parts = list(dict.fromkeys(part for part in parts if part is not None))
+                    one = parts[0] if kind == "either" and len(parts) == 1 else (kind, *parts)
+                    known[term] = one if parts and None not in parts else None
+            return known[term]
+
+        self.values = {one: value for term, value in self.values.items() if (one := kept(term)) is not None}
+        self.decisions = {
+            one: value for term, value in self.decisions.items() if (one := kept(term)) is not None
+        }
 
     def pin(self, value: object) -> None:
         """Note that a float went where nobody can follow it: it must be what it was."""

@@ -605,7 +605,9 @@ class Reads:
             for text in gone:
                 del self._reasons[text]
             if not dead and not gone:
-                return list(self._reasons)
+                break
+        self.numbers.keep(self.found)
+        return list(self._reasons)
 
     def renew(self) -> dict[Key, object]:
         """Let each read say what is there now. Return what was read where that was something else.

@@ -89,10 +89,13 @@ class Seen:
 
 
 def same(one: object, other: object) -> bool:
-    """Whether two plain values are the same: 1, 1.0 and True are not, and NaN is itself."""
+    """Whether two plain values are the same: 1, 1.0 and True are not, nor 0.0 and -0.0, and NaN is itself."""
     if one is other:
         return True
-    return type(one) is type(other) and isinstance(one, PLAIN) and bool(one == other or one != one != other)
+    if type(one) is not type(other) or not isinstance(one, PLAIN):
+        return False
+    # A zero has a sign, which a division sees.
+    return repr(one) == repr(other) if isinstance(one, (float, complex)) else bool(one == other)
 
 
 def local_of(tensor: object) -> torch.Tensor | None:

@@ -65,6 +65,7 @@ OUTSIDE = {
         "distruntime.wire.channel",
         "distruntime.wire.shared",
         "distruntime_worker.python.kept",
+        "distruntime_worker.python.members",
     },
 }
 # These know the kinds of accelerators: four modules of the worker, and its data channels that are for one

@@ -18,12 +18,12 @@ from ..log.handle import Residence
 from ..log.node import Node
 from ..operators.proxies import wrap
 from ..operators.transfer import upload
+from ..programs.captured import send_by_name
 from ..session.session import active_session, session_of_log
 from ..session.tables import table_html, table_text
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
 from .callee import before_code, runs_our_code
-from .pickling import send_by_name
 from .sent import host, run_at
 from .sent_code import install, normal, shown, versions
 

@@ -275,3 +275,26 @@ def test_the_workers_free_what_is_outdated() -> None:
             assert f(x).tolist() == [k, k]
     assert len(active_session().nodes[1].code) == before + 1
     assert dr.fetch(dr.remote(space["alive"], node=1)()) == 1
+
+
+@pytest.mark.parametrize("passed", [False, True])
+def test_data_loaders_have_what_they_were_made_with_and_say_so(passed: bool) -> None:
+    space = cells(
+        "scale = 1\nclass Data(torch.utils.data.Dataset):\n    def __len__(self): return 2\n"
+        "    def __getitem__(self, i): return torch.full((1,), float(scale))\n"
+    )
+    factory = space["Data"]() if passed else space["Data"]
+    loader = dr.data_loader(factory, node=0, batch_size=2)
+    assert [batch.tolist() for batch in loader] == [[[1.0], [1.0]]]
+    # A copy of an argument is there, as everywhere.
+    vars(factory).update(note=1) if passed else None
+    assert [batch.tolist() for batch in loader] == [[[1.0], [1.0]]]
+    space["scale"] = 2
+    with pytest.warns(
+        UserWarning, match="has changed since this data loader was made, .* make another"
+    ) as told:
+        assert [batch.tolist() for batch in loader] == [[[1.0], [1.0]]]
+    assert told[0].filename == __file__
+    assert [batch.tolist() for batch in loader] == [[[1.0], [1.0]]]
+    another = dr.data_loader(factory, node=0, batch_size=2)
+    assert [batch.tolist() for batch in another] == [[[2.0], [2.0]]]

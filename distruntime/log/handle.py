@@ -230,6 +230,13 @@ class Residence:
             for table in tables:
                 table.clear()
 
+    def drop_signatures(self, of: object) -> None:
+        """Forget the signatures that begin with something, or with a word and that."""
+        for signatures, *_ in list(self._tables.values()):
+            for key in list(signatures):
+                if isinstance(key, tuple) and any(one is of for one in key[:2]):
+                    signatures.pop(key, None)
+
     def hide_signatures(self) -> None:
         """Send every call down the slow path from now on, which keeps what it knows."""
         self.cache = {}

@@ -169,6 +169,7 @@ _LIBRARIES = tuple(
     folder + os.sep
     for folder in {
         sysconfig.get_path("stdlib"),
+        sysconfig.get_path("platstdlib"),
         sysconfig.get_path("purelib"),
         sysconfig.get_path("platlib"),
         *site.getsitepackages(),

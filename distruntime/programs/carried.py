@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ..guards.anchors import Anchor, anchored
+from ..guards.reach import Reach, local_of
+from ..guards.seen import Seen, same
 from ..log.handle import Residence
 from ..log.spec import Spec
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import HELD, MADE
-from .anchors import Anchor, anchored
-from .reach import Reach, local_of
 from .run import Run, layout_of
-from .seen import Seen, same
 
 # What a call must find at a path: the tensor's metadata and place, and whether it wants a gradient; or None.
 Kind = tuple[Spec, Residence, bool] | tuple[()]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 
 from ..errors import NotSupportedError
+from ..guards.arithmetic import Number
 from ..log.current import current_streams
 from ..log.handle import Handle, Place, Residence, Storage
 from ..log.log import Log
@@ -14,7 +15,6 @@ from ..log.spec import NO_TENSOR, Spec
 from ..session.session import session_of_log
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD, MADE
-from .arithmetic import Number
 from .begins import Moves
 from .parts import Bridge, Made, Needs, Piece, Where
 from .recording import Crossed, Cut, Name, Part, Recording

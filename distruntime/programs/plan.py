@@ -8,6 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils._pytree import tree_unflatten
 
+from ..guards.anchors import Anchor, anchored
+from ..guards.arithmetic import Term, explained, leaves_of, numbers_of
+from ..guards.guards import Guards
+from ..guards.reach import Reach
+from ..guards.seen import Key, Seen, same
 from ..log.current import current_device, current_mesh, current_node, current_streams
 from ..log.handle import Handle, Storage
 from ..log.line import user_line
@@ -15,17 +20,12 @@ from ..log.log import Log
 from ..session.session import session_of_log
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD
-from .anchors import Anchor, anchored
-from .arithmetic import Term, explained, leaves_of, numbers_of
 from .carried import Carried, Kind, Taken
 from .graphs import given
-from .guards import Guards
 from .layout import Layout, is_new, kept_behind
 from .parts import Piece, Values
-from .reach import Reach
 from .recording import Name
 from .run import Run, laid_out
-from .seen import Key, Seen, same
 from .vain import Tries
 
 

@@ -12,6 +12,11 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import NotSupportedError, UsageError, drop_frames, without_our_frames
+from ..guards.arithmetic import Arithmetic
+from ..guards.reach import Reach
+from ..guards.reads import Reads
+from ..guards.seen import PLAIN
+from ..guards.tracing import traced
 from ..log.current import current_streams
 from ..log.handle import next_ref
 from ..log.issue import noting
@@ -21,14 +26,11 @@ from ..log.tape import Tape, not_in_a_program, recorded
 from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD
-from .arithmetic import Arithmetic
 from .begins import Placed, begins_of
 from .carried import kinds_found, renewed_kinds
 from .garbage import young_cycles_end
 from .kinds import Kinds
 from .plan import Found, Plan
-from .reach import Reach
-from .reads import Reads
 from .recorder import record
 from .recording import Crossed, Name
 from .run import (
@@ -44,9 +46,7 @@ from .run import (
     stripped,
     unsteady,
 )
-from .seen import PLAIN
 from .signature import local_leaf, signature_of
-from .tracing import traced
 from .vain import Tries
 from .watch import LocalDraws, watched
 

@@ -11,19 +11,19 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ..errors import NotSupportedError
+from ..guards.arithmetic import Term, explained
+from ..guards.reach import Reach, local_of
+from ..guards.seen import PLAIN, Key, Seen, same
 from ..log.handle import Handle
 from ..log.spec import Spec
 from ..log.tape import not_in_a_program
 from ..operators.proxies import wrap
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD, MADE
-from .arithmetic import Term, explained
 from .begins import Begins, Moves, alike, followed, line_of_offset
 from .garbage import still_held
 from .graphs import given
-from .reach import Reach, local_of
 from .recording import Name, Recording, difference
-from .seen import PLAIN, Key, Seen, same
 
 # The mesh, placements, shape and strides of a DTensor.
 Layout = tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...], tuple[int, ...]] | None

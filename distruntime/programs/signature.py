@@ -8,11 +8,11 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from ..errors import UsageError
+from ..guards.reach import local_of
+from ..guards.seen import PLAIN
 from ..log.line import line_text, user_line
 from ..tensors.tensor import DistributedTensor
-from .reach import local_of
 from .run import layout_of
-from .seen import PLAIN
 
 
 def signature_of(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[object], object]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,15 +17,16 @@ import msgpack
 import torch
 
 from ..errors import ConfigurationError, PlacementError, UsageError
+from ..guards.captured import Captured
 from ..log.handle import Handle, Residence, new_value
 from ..log.issue import issue
-from ..log.line import Line
+from ..log.line import Line, line_number, user_line
 from ..log.log import Log
 from ..log.mesh_log import workers_of
 from ..log.node import Node
 from ..log.spec import NO_TENSOR
 from ..operators.transfer import upload
-from ..session.session import active_session
+from ..session.session import active, active_session
 from ..tensors.tensor import DistributedTensor
 from ..tensors.uneven import UnevenTensor
 from ..wire.codec import OPERAND
@@ -111,8 +114,8 @@ class Code:
 
     def __init__(self, thing: object, name: str) -> None:
         self.thing, self.name = thing, name
-        self._pickled = pack_code(thing, name)
-        self.digest = hashlib.sha256(self._pickled).digest()
+        self.pickled = pack_code(thing, name)
+        self.digest = hashlib.sha256(self.pickled).digest()
 
     @classmethod
     def callee(cls, thing: object, name: str) -> Callee:
@@ -130,10 +133,10 @@ class Code:
         known, digest = home.node.code, self.digest
         found = known.pop(digest, None)
         if found is None:
-            require_python(home.node, self.name, self._pickled)
+            require_python(home.node, self.name, self.pickled)
             for prepare in before_code:
                 prepare(home)
-            sent = upload_bytes(self._pickled, home)
+            sent = upload_bytes(self.pickled, home)
             found = new_value(NO_TENSOR, home)
             fields = [f"python::load {self.name}", [OPERAND], {}, 1]
             with home.node.lock:
@@ -145,6 +148,74 @@ class Code:
         known[digest] = found
         assert isinstance(found, Handle)
         return found
+
+
+class Latest:
+    """A function or a class of the user's as it is now: what it has captured is looked at before each call.
+
+    It is pickled at the first call, as what it names may be defined after it, and again where something has
+    changed. `outdated` is called with what was called before.
+    """
+
+    def __init__(self, thing: object, name: str, outdated: Callable[[Callee], None]) -> None:
+        self._thing, self._name, self._outdated = thing, name, outdated
+        # A class that is pickled may call the function.
+        self._lock = threading.RLock()
+        self._known: tuple[Captured, Callee] | None = None
+        self._told: set[str] = set()
+
+    def callee(self) -> Callee:
+        """Return what is called now."""
+        known = self._known
+        if known is not None:
+            try:
+                for test in known[0].tests:
+                    if not test():
+                        break
+                else:
+                    return known[1]
+            # What cannot be read any more is not as it was: another thread may change it just now.
+            except Exception:
+                pass
+        return self._anew()
+
+    def _anew(self) -> Callee:
+        with self._lock:
+            before = self._known
+            # Another thread may have done it meanwhile.
+            if before is not None and not before[0].changed():
+                return before[1]
+            captured, callee = Captured(self._thing, self._name), Code.callee(self._thing, self._name)
+            self._known = captured, callee
+            unseen = {label: what for label, what in captured.unseen.items() if label not in self._told}
+            self._told |= unseen.keys()
+        if before is not None and before[1] is not callee:
+            self._outdated(before[1])
+        for label, what in unseen.items():
+            warn(
+                f"{self._name} travels with `{label}`, {what}: if it changes in place, the workers keep "
+                "the old one. Pass it as an argument, or put another object in its place"
+            )
+        return callee
+
+
+def warn(text: str) -> None:
+    """Warn at the user's line."""
+    _, call, at = user_line()
+    name, number = ("<unknown>", 0) if call is None else (call.code.co_filename, line_number(call.code, at))
+    warnings.warn_explicit(text, UserWarning, name, number)
+
+
+def forget(callee: Callee) -> None:
+    """Let go of what nobody calls any more, here and on the workers. Whoever calls it still sends it anew."""
+    code = callee.code
+    assert code is not None
+    if _callees.get(code.digest) is callee:
+        _callees.pop(code.digest, None)
+    for session in active:
+        for node in session.nodes:
+            node.code.pop(code.digest, None)
+        session.places.drop(callee)
 
 
 _callees: dict[bytes, Callee] = {}

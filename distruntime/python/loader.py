@@ -17,11 +17,13 @@ from ..errors import (
     drop_frames,
     without_our_frames,
 )
+from ..guards.captured import Captured
 from ..log.handle import Residence
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
 from ..tensors.trees import joined
 from ..tensors.uneven import together
+from .callee import warn
 from .sent import ask_ahead, run_at
 from .sent_loader import Loader, begun, length_of, next_of
 from .weights import Mesh, is_mesh, where
@@ -56,6 +58,11 @@ class DataLoader:
         # It is True if the next `iter` goes on with this epoch.
         self._fresh = True
         self._length: int | None = None
+        # The user was told that these have changed.
+        self._told: set[str] = set()
+        # What is passed is copied, and may change here. Its code, and what that names, is the same there.
+        code: list[object] = [one if callable(one) else type(one) for one in (given, *options.values())]
+        self._captured = Captured(code, "dataset")
         self._made = [
             run_at(home, Loader, "dr.data_loader", given, home.place, share, seed, dict(options))
             for home, share in _shares(node, mesh_dim)
@@ -85,8 +92,16 @@ class DataLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Begin the next epoch, or go on where `load_state_dict` says.
 
+        Warn where the code of the dataset has changed, or what that names: the worker has what it was then.
         Return at once, unless the epoch before was left half-way: then block for what was asked ahead there.
         """
+        changed = self._captured.changed()
+        if changed and changed not in self._told:
+            self._told.add(changed)
+            warn(
+                f"`{changed}` has changed since this data loader was made, and its worker goes on with what "
+                "it was then: make another loader, dr.data_loader(...), whose load_state_dict goes on here"
+            )
         drop(self._asked)
         self._asked = deque()
         if self._fresh:

@@ -8,20 +8,14 @@ process opens.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import io
 import linecache
-import os
 import pickle
-import site
 import sys
-import sysconfig
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from collections.abc import Iterable, Mapping, Sequence
+from types import CodeType, FunctionType, ModuleType
 
 import cloudpickle
 import msgpack
@@ -29,7 +23,9 @@ import numpy
 import torch
 
 from ..errors import NotSupportedError, UsageError
+from ..guards.captured import PACKAGE, own_by_value, parts
 from ..log.handle import REMOTE_TYPES, Handle, Place
+from ..log.line import of_a_library
 from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
 from ..tensors.uneven import UnevenTensor
@@ -41,69 +37,6 @@ _MOST_PLAIN = 1 << 16
 _LARGE = 1 << 16
 # So many characters of a file travel with a function of it, for tracebacks.
 _MOST_SOURCE = 1 << 18
-_INSTALLED = tuple(
-    {
-        os.path.join(folder, "")
-        for folder in (
-            *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-            *site.getsitepackages(),
-            site.getusersitepackages(),
-            os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + "/distruntime",
-        )
-    }
-)
-_PACKAGE = f"{__name__.partition('.')[0]}."
-# Modules of this package that travel with their bodies, so that a worker needs no part of the master's side.
-_SENT = f"{__name__.rpartition('.')[0]}.sent_"
-# The modules that were looked at, and whether they travel with their bodies.
-_seen: dict[str, bool] = {}
-# Cloudpickle's registry is one for the process, and so is what is known of its modules. Threads take turns.
-_registering = threading.RLock()
-# Packages that are on all workers by now, and so travel by their names.
-_shipped: set[str] = set()
-
-
-def is_own(module: ModuleType) -> bool:
-    """Whether a module is the user's own: of no package that is installed."""
-    # Some modules inside a package say nothing of their folder, as `torch.classes`.
-    package = sys.modules.get(module.__name__.partition(".")[0], module)
-    files = [getattr(one, "__file__", None) for one in (module, package)]
-    if package is not module and files[1] is None:
-        # A package without `__init__.py` has no file.
-        files.pop()
-    return all(isinstance(f, str) and not os.path.abspath(f).startswith(_INSTALLED) for f in files)
-
-
-def send_by_name(package: str) -> None:
-    """Have what is in a package travel by its name from now on: every worker has the package."""
-    with _registering:
-        _shipped.add(package)
-        for name in _seen:
-            if name.partition(".")[0] == package:
-                _seen[name] = False
-
-
-@contextmanager
-def own_by_value() -> Iterator[None]:
-    """Have cloudpickle send what is in the user's own modules with its body, for as long as this lasts.
-
-    What else is pickled in this process, by the user or by a data channel, is pickled as before.
-    """
-    with _registering:
-        for name, module in list(sys.modules.items()):
-            if name not in _seen and isinstance(module, ModuleType):
-                own = is_own(module) and name != "__main__" and name.partition(".")[0] not in _shipped
-                _seen[name] = (own or name.startswith(_SENT)) and module.__name__ == name
-        known = cloudpickle.list_registry_pickle_by_value()
-        taken = [sys.modules[name] for name, own in _seen.items() if own and name in sys.modules]
-        taken = [module for module in taken if module.__name__ not in known]
-        for module in taken:
-            cloudpickle.register_pickle_by_value(module)
-        try:
-            yield
-        finally:
-            for module in taken:
-                cloudpickle.unregister_pickle_by_value(module)
 
 
 class Operand:
@@ -184,7 +117,7 @@ class _ByName(cloudpickle.Pickler):  # type: ignore[misc]
         elif isinstance(thing, FunctionType) and hasattr(thing, "__wrapped__"):
             place = str(thing.__globals__.get("__name__"))
             own, name = sys.modules.get(thing.__module__), thing.__qualname__
-            if place.startswith(_PACKAGE) and own is not None and not own.__name__.startswith(_PACKAGE):
+            if place.startswith(PACKAGE) and own is not None and not own.__name__.startswith(PACKAGE):
                 return getattr, (own, name)
         return super().reducer_override(thing)
 
@@ -284,7 +217,7 @@ def pack_code(thing: object, name: str) -> bytes:
 def _sources(thing: object) -> dict[str, str]:
     """Return the text of the file that a function of the user's own is in."""
     code = getattr(inspect.unwrap(thing) if callable(thing) else thing, "__code__", None)
-    if not isinstance(code, CodeType) or code.co_filename.startswith(_INSTALLED):
+    if not isinstance(code, CodeType) or of_a_library(code.co_filename):
         return {}
     text = "".join(linecache.getlines(code.co_filename))
     return {code.co_filename: text} if 0 < len(text) <= _MOST_SOURCE else {}
@@ -312,7 +245,7 @@ def _dump(pickler: cloudpickle.Pickler, thing: object, what: str, of: object) ->
         with own_by_value():
             pickler.dump(thing)
     except _Captured as captured:
-        name = next((label for label, value in _parts(of) if value is captured.thing), "")
+        name = next((label for label, value in parts(of) if value is captured.thing), "")
         held = f"`{name}`" if name else "a value"
         raise UsageError(f"{what} captures {held} on {captured.where}: pass it as an argument") from None
     except (NotSupportedError, UsageError):
@@ -332,64 +265,14 @@ def _captured(thing: object, seen: dict[int, object] | None = None) -> str:
     seen = {} if seen is None else seen
     # A class's methods can have the class, so the way may lead back.
     seen[id(thing)] = thing
-    for label, value in _parts(thing):
+    for label, value in parts(thing):
         if id(value) not in seen and not _travels(value):
             inner = _captured(value, seen)
             if inner:
                 return inner
-            if all(_travels(part) for _, part in _parts(value)):
+            if all(_travels(part) for _, part in parts(value)):
                 return f"`{label}`, a {type(value).__name__},"
     return ""
-
-
-def _parts(thing: object) -> list[tuple[str, object]]:
-    """Return what travels with something, each with what the user calls it."""
-    match thing:
-        case FunctionType():
-            return _parts_of_function(thing)
-        case MethodType():
-            return [(f"{thing.__qualname__}.__self__", thing.__self__), (thing.__qualname__, thing.__func__)]
-        case functools.partial():
-            args = [(f"partial.args[{k}]", value) for k, value in enumerate(thing.args)]
-            return [("partial.func", thing.func), *args, *thing.keywords.items()]
-        case staticmethod() | classmethod():
-            return [(thing.__qualname__, thing.__func__)]
-        case property():
-            return [(f"property.{name}", getattr(thing, name)) for name in ("fget", "fset", "fdel")]
-        case Mapping():
-            return [(str(key), value) for key, value in thing.items()]
-        case list() | tuple():
-            return [(f"[{k}]", value) for k, value in enumerate(thing)]
-        case type():
-            # What Python makes of itself for a class does not travel, as its slots.
-            own = [(n, v) for n, v in vars(thing).items() if not hasattr(v, "__objclass__")]
-            named = [(f"{thing.__name__}.{name}", value) for name, value in own if name != "_abc_impl"]
-            return [*named, *[(base.__name__, base) for base in thing.__bases__]]
-        case ModuleType():
-            return []
-    kind = type(thing)
-    held = [(f"{kind.__name__}.{name}", value) for name, value in getattr(thing, "__dict__", {}).items()]
-    return [*held, (kind.__name__, kind)]
-
-
-def _parts_of_function(thing: FunctionType) -> list[tuple[str, object]]:
-    cells = [
-        (name, cell.cell_contents)
-        for name, cell in zip(thing.__code__.co_freevars, thing.__closure__ or ())
-        # A function that is defined later leaves an empty one.
-        if cell != CellType()
-    ]
-    used = [(n, thing.__globals__[n]) for n in _names(thing.__code__) if n in thing.__globals__]
-    defaults = thing.__defaults__ or ()
-    taken = thing.__code__.co_varnames[: thing.__code__.co_argcount]
-    given = zip(taken[len(taken) - len(defaults) :], defaults)
-    return [*cells, *used, *given, *(thing.__kwdefaults__ or {}).items()]
-
-
-def _names(code: CodeType) -> list[str]:
-    """Return the globals and attributes that code names, with the code inside it."""
-    inner = [name for one in code.co_consts if isinstance(one, CodeType) for name in _names(one)]
-    return [*code.co_names, *inner]
 
 
 def _travels(value: object) -> bool:

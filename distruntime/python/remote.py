@@ -12,7 +12,7 @@ from ..log.handle import Residence
 from ..session.session import active_session
 from ..session.spelling import named, on_node, require_alone
 from .call import invoke
-from .callee import Callee, Code, Function, Options
+from .callee import Callee, Function, Latest, Options, forget
 from .objects import Result, keep
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class RemoteFunction:
         functools.update_wrapper(self, thing)
         name = getattr(thing, "__qualname__", type(thing).__name__).replace("<locals>.", "")
         self._thing, self._name = thing, name
-        self._callee: Callee | None = None
+        self._latest = Latest(thing, name, forget)
         self._place, self._node, self._given = given["place"], given["node"], given
         returns = object if given["returns"] is None and isinstance(thing, type) else given["returns"]
         writes = _positions(thing, given["writes"])
@@ -53,13 +53,13 @@ class RemoteFunction:
         """Return this function with other options: see `remote`."""
         where: RemoteOptions = {"place": None, "node": None} if given.keys() & {"place", "node"} else {}
         made = remote(self._thing, **(self._given | where | given))
-        made._callee = self._callee
+        made._latest = self._latest
         return made
 
     def __call__(self, *args: object, **kwargs: object) -> Result:
         """Run it on a worker: see `remote`."""
         try:
-            callee = self._callee or self.callee()
+            callee = self._latest.callee()
             home = self._home(kwargs) if kwargs or self._placed else None
             return invoke(callee, self._options, args, kwargs, home, keep)
         except BaseException as error:
@@ -67,10 +67,8 @@ class RemoteFunction:
             raise
 
     def callee(self) -> Callee:
-        """Return what is called, pickled at the first call: what it names may be defined after it."""
-        if self._callee is None:
-            self._callee = Code.callee(self._thing, self._name)
-        return self._callee
+        """Return what is called now."""
+        return self._latest.callee()
 
     @property
     def _placed(self) -> bool:
@@ -162,7 +160,8 @@ def remote(
     `fn` changes in place: others can then be read while it runs. `random=False` says that it draws nothing,
     and so need not keep the order of draws on other streams. `timeout` is in seconds.
 
-    The function travels once to each worker. A worker that was started with `--no-functions` runs none.
+    The function travels once to each worker, and again where what it has captured has changed: its globals,
+    its closure, and what is in these. A worker that was started with `--no-functions` runs none.
     """
     given: RemoteOptions = {
         "place": place,

@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 
 from ..errors import UsageError, without_our_frames
+from ..guards.captured import send_by_name
 from ..log.handle import Residence
 from ..log.node import Node
 from ..operators.proxies import wrap
@@ -23,7 +24,6 @@ from ..session.tables import table_html, table_text
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
 from .callee import before_code, runs_our_code
-from .pickling import send_by_name
 from .sent import host, run_at
 from .sent_code import install, normal, shown, versions
 

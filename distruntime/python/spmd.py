@@ -43,9 +43,9 @@ from ..tensors.tensor import DistributedTensor
 from ..tensors.trees import joined
 from ..tensors.uneven import UnevenTensor, shapes_of
 from .call import invoke
-from .callee import Callee, Options, require_python, upload_bytes
+from .callee import Callee, Code, Latest, Options, forget, require_python, upload_bytes
 from .objects import RemoteObject
-from .pickling import Operand, pack, pack_code
+from .pickling import Operand, pack
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -127,21 +127,26 @@ class _Team:
         self._code: dict[bytes, dict[Node, Handle]] = {}
         self._callees: dict[tuple[object, ...], Callee] = {}
 
-    def _code_at(self, digest: bytes, code: bytes, node: Node) -> _Sent:
-        there = self._code.pop(digest, {})
+    def _code_at(self, code: Code, node: Node) -> _Sent:
+        there = self._code.pop(code.digest, {})
         if node not in there:
-            there[node] = upload_bytes(code, self.places[node])
+            there[node] = upload_bytes(code.pickled, self.places[node])
         while len(self._code) >= _MOST_CODE:
             self._code.pop(next(iter(self._code)))
         # The one that was called last stands last.
-        self._code[digest] = there
+        self._code[code.digest] = there
         return _Sent(there[node])
+
+    def forget(self, code: Code) -> None:
+        """Let go of code that nobody calls any more, and of what its calls have returned."""
+        self._code.pop(code.digest, None)
+        for key in [key for key in list(self._callees) if key[0] == code.digest]:
+            self._callees.pop(key, None)
 
     def call(
         self,
         name: str,
-        digest: bytes,
-        code: bytes,
+        code: Code,
         args: Sequence[object],
         kwargs: Mapping[str, object],
         returns: object,
@@ -150,13 +155,13 @@ class _Team:
         """Issue a call; return its result. Block where only the workers can tell what it is."""
         session_of_log(self.log).require_open()
         packed, given = pack(args, kwargs)
-        require_python(self.log, name, code, packed)
+        require_python(self.log, name, code.pickled, packed)
         operands, wants = self._operands(name, given)
-        callee = self._callee_of(name, digest, packed, operands, wants)
+        callee = self._callee_of(name, code.digest, packed, operands, wants)
         # Workers would wait for each other if another thread issued a call or a collective between two parts.
         running = at_one_moment(
             self.log.session,
-            lambda: self._issue(callee, digest, code, packed, operands, wants, timeout),
+            lambda: self._issue(callee, code, packed, operands, wants, timeout),
         )
         for node in running:
             relieve(node)
@@ -180,8 +185,7 @@ class _Team:
     def _issue(
         self,
         callee: Callee,
-        digest: bytes,
-        code: bytes,
+        code: Code,
         packed: bytes,
         operands: Sequence[object],
         wants: Sequence[list[int] | None],
@@ -191,7 +195,7 @@ class _Team:
         name, call = callee.name, next(self._calls)
         running: dict[Node, RemoteObject] = {}
         # Whatever has to be sent is sent before the first worker begins.
-        sent = {node: self._code_at(digest, code, node) for node in self._members}
+        sent = {node: self._code_at(code, node) for node in self._members}
         try:
             for node, members in self._members.items():
                 own = [[self._at(operand, k) for operand in operands] for k in self.log.ranks[node]]
@@ -199,7 +203,7 @@ class _Team:
                     callee.child("beside", f"{name}{BESIDE}", "method run") if running else callee,
                     _of_objects,
                     (
-                        members, call, *self._address, name, digest, sent[node], packed, own,
+                        members, call, *self._address, name, code.digest, sent[node], packed, own,
                         wants, torch.is_grad_enabled(), timeout,
                     ),
                     {},
@@ -343,7 +347,7 @@ class SpmdFunction(Generic[P, R]):
         self._fn, self._mesh = fn, mesh
         self._name = getattr(fn, "__qualname__", type(fn).__name__).replace("<locals>.", "")
         self._returns, self._timeout = returns, timeout
-        self._code: tuple[bytes, bytes] | None = None
+        self._latest = Latest(fn, self._name, functools.partial(_forget, mesh))
 
     def __repr__(self) -> str:
         return f"<function {self._name} on the members of {self._mesh!r}>"
@@ -351,13 +355,11 @@ class SpmdFunction(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run it on each member: see `spmd`."""
         try:
-            if self._code is None:
-                # It is pickled at the first call: what it names may be defined after it.
-                code = pack_code(self._fn, self._name)
-                self._code = hashlib.sha256(code).digest(), code
+            code = self._latest.callee().code
+            assert code is not None
             # Its type is the function's own, which is right of tensors.
             found: R = _team_of(self._mesh).call(  # type: ignore[assignment]
-                self._name, *self._code, args, kwargs, self._returns, self._timeout
+                self._name, code, args, kwargs, self._returns, self._timeout
             )
             return found
         except BaseException as error:
@@ -367,6 +369,13 @@ class SpmdFunction(Generic[P, R]):
     def __reduce__(self) -> tuple[object, ...]:
         # A function that calls another is a rank already.
         return _plain, (self._fn,)
+
+
+def _forget(mesh: DeviceMesh, callee: Callee) -> None:
+    team: _Team | None = mesh._whole._kept.get("spmd")
+    if team is not None and callee.code is not None:
+        team.forget(callee.code)
+    forget(callee)
 
 
 def _plain(thing: object) -> object:

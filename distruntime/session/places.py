@@ -234,6 +234,11 @@ class Places:
             if node is None or residence.node is node:
                 residence.clear_signatures()
 
+    def drop(self, of: object) -> None:
+        """Forget the signatures of something that is called: see `Residence.drop_signatures`."""
+        for residence in [*self._residences.values(), *self._nameless.values()]:
+            residence.drop_signatures(of)
+
     def follow_default_dtype(self) -> None:
         """Look all signatures up among those that have run under what is torch's default dtype now."""
         with self._numbering:

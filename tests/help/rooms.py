@@ -14,7 +14,7 @@ SOURCES = {"distruntime": ROOT / "distruntime", "distruntime_worker": ROOT / "wo
 # outside the folders.
 ROOMS = {
     "distruntime": (
-        "errors wire log session operators tensors streams programs publishing collectives backend mesh "
+        "errors wire log session operators tensors streams guards programs publishing collectives backend mesh "
         "python layers parallel launching cluster timeline checkpoint face"
     ).split(),
     "distruntime_worker": (

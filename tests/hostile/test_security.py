@@ -536,7 +536,7 @@ WRITES = {"Pickler", "pickle"}
 CALLS = {"eval", "exec", "compile", "__import__"}
 # guards.py compiles a test of its own words: tests/programs/test_traps.py tries names that are code.
 # magics.py runs the cell that the user has typed.
-COMPILES = (ROOT / "distruntime/programs/guards.py", ROOT / "distruntime/magics.py")
+COMPILES = (ROOT / "distruntime/guards/guards.py", ROOT / "distruntime/magics.py")
 
 
 # structure.py opens what a trusted key has signed, and nothing else: tests/publishing/test_signing.py holds

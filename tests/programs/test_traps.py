@@ -115,6 +115,14 @@ def test_a_global_that_is_rebound(x: torch.Tensor, monkeypatch: pytest.MonkeyPat
     assert _calls(program, x) == [[3.0] * 3] * 4
 
 
+def test_a_zero_has_a_sign(x: torch.Tensor) -> None:
+    held = {"divisor": 0.0}
+    program = dr.program(lambda x: x / held["divisor"])
+    assert _calls(program, x) == [[float("inf")] * 3] * 4
+    held["divisor"] = -0.0
+    assert _calls(program, x) == [[-float("inf")] * 3] * 4
+
+
 def test_a_class_attribute_that_is_rebound(x: torch.Tensor) -> None:
     class Model(torch.nn.Module):
         factor = 2

@@ -146,7 +146,7 @@ def test_a_module_that_is_missing_there_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(str(package.parent))
     import only_here  # type: ignore[import-not-found]
 
-    monkeypatch.setattr("distruntime.python.pickling._INSTALLED", (str(package.parent),))
+    monkeypatch.setattr("distruntime.log.line._LIBRARIES", (str(package.parent),))
     with pytest.raises(dr.RemoteError, match="the module 'only_here' is not installed on this worker"):
         dr.fetch(dr.remote(only_here.f)(node=1))
     sys.modules.pop("only_here")

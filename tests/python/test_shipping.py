@@ -18,8 +18,8 @@ import torch
 from torch import load, save
 
 import distruntime as dr
+from distruntime.guards.captured import own_by_value
 from distruntime.python import shipping
-from distruntime.python.pickling import own_by_value
 
 _names = count()
 

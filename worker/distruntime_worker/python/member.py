@@ -83,6 +83,8 @@ class Run:
     wants: list[Wants | None]
     grad: bool
     dropped: list[int]
+    # Nobody calls the code of these digests any more.
+    outdated: list[bytes]
     shipped: dict[str, Package]
 
 
@@ -180,6 +182,8 @@ class Member:
         )
 
     def _run(self, run: Run, incoming: Incoming, out: Outgoing) -> object:
+        for digest in run.outdated:
+            self._code.pop(digest, None)
         for number in run.dropped:
             self._kept.pop(number, None)
         if run.shipped != self._shipped:

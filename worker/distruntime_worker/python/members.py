@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -82,7 +83,8 @@ class Members:
         self._generation = -1
         # It is True once a function has ended the group that the members were in.
         self._ungrouped = False
-        self._sent: set[bytes] = set()
+        # The members have this code, as long as the master keeps it on this worker.
+        self._sent: dict[bytes, weakref.ref[torch.Tensor]] = {}
         self._shipped: dict[str, Package] = {}
         # The numbers of objects in the members' processes that nobody here has any more.
         self.dropped: list[list[tuple[int, int]]] = [[] for _ in ranks]
@@ -256,14 +258,18 @@ class Members:
         if (packages := shipped()) != self._shipped:
             self._shipped = packages
             self._sent.clear()
+        outdated = [one for one, kept in self._sent.items() if kept() is None]
+        for one in outdated:
+            del self._sent[one]
         body = b"" if digest in self._sent else bytes(code.numpy())
         for lane, child in enumerate(self._children):
             out = Outgoing()
             shown = [self._shown(value, lane, out) for value in operands[lane]]
             dropped, self.dropped[lane][:] = [*self.dropped[lane]], []
             gone = [number for generation, number in dropped if generation == self._generation]
-            self._send(child, out, Run(name, digest, body, pickled, shown, wants, grad, gone, packages))
-        self._sent.add(digest)
+            run = Run(name, digest, body, pickled, shown, wants, grad, gone, outdated, packages)
+            self._send(child, out, run)
+        self._sent[digest] = weakref.ref(code)
 
     def _shown(self, value: object, lane: int, out: Outgoing) -> object:
         if isinstance(value, torch.Tensor):

@@ -256,7 +256,7 @@ class Reach:
         if of_a_library(code.co_filename):
             return
         space = function.__globals__
-        for name, attributes in _globals_read(code):
+        for name, attributes in globals_read(code):
             if name not in space:
                 continue
             value = space[name]
@@ -275,11 +275,11 @@ class Reach:
                 self._note(f"{path}.{name}", "item", space, name, space[name])
 
 
-_OWN = __name__.rpartition(".")[0] + ".program"
+_OWN = f"{__name__.partition('.')[0]}.programs.program"
 
 
 @functools.lru_cache(maxsize=4096)
-def _globals_read(code: types.CodeType) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def globals_read(code: types.CodeType) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return the global names that a function and those inside it read, with the attributes they may read."""
     codes = [*_codes(code)]
     attributes = tuple(dict.fromkeys(name for one in codes for name in one.co_names))
@@ -290,6 +290,24 @@ def _globals_read(code: types.CodeType) -> tuple[tuple[str, tuple[str, ...]], ..
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")
     }
     return tuple((name, attributes) for name in names)
+
+
+@functools.lru_cache(maxsize=4096)
+def chains_read(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
+    """Return the global names that a function and those inside it read, each with the attributes that are
+    read of it at once: `("module", "table")` for `module.table`, and `("module",)` for `use(module)`.
+    """
+    found: dict[tuple[str, ...], None] = {}
+    for one in _codes(code):
+        chain: tuple[str, ...] = ()
+        for step in dis.get_instructions(one):
+            if chain and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                chain = *chain, str(step.argval)
+            elif step.opname != "EXTENDED_ARG":
+                found[chain] = None
+                chain = (str(step.argval),) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else ()
+    found.pop((), None)
+    return tuple(found)
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

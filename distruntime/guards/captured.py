@@ -1,0 +1,395 @@
+"""What travels with a function of the user's, and whether it is as it was when it travelled.
+
+A function of the user's own travels with its body, whatever module it is in, and with what it names: its
+defaults, its closure, the globals that it reads, and what is in these. What is installed as a package travels
+by its name, so nothing of it is looked at.
+"""
+
+from __future__ import annotations
+
+import array
+import copyreg
+import datetime
+import decimal
+import fractions
+import functools
+import logging
+import os
+import pathlib
+import pickle
+import random
+import re
+import sys
+import threading
+import types
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Iterator, KeysView, Sized, ValuesView
+from contextlib import contextmanager
+from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType
+
+import cloudpickle
+import numpy
+import torch
+
+from ..log.line import of_a_library
+from .reach import chains_read, globals_read
+from .seen import PLAIN
+from .unchanged import (
+    MOST_BYTES,
+    Test,
+    test_of,
+    test_of_dict,
+    test_of_items,
+    test_of_names,
+    test_of_object,
+    test_of_tensor,
+)
+
+PACKAGE = "distruntime."
+# Modules of this package that travel with their bodies, so that a worker needs no part of the master's side.
+_SENT = f"{PACKAGE}python.sent_"
+# The modules that were looked at, and whether they travel with their bodies.
+_seen: dict[str, bool] = {}
+# Cloudpickle's registry is one for the process, and so is what is known of its modules. Threads take turns.
+_registering = threading.RLock()
+# Packages that are on all workers by now, and so travel by their names.
+_shipped: set[str] = set()
+
+# So many things are looked at, and so many items of one of them.
+_MOST, _MOST_ITEMS = 100_000, 10_000
+# These are never changed, or travel by a name.
+_FIXED = (
+    *PLAIN,
+    *(range, slice, types.EllipsisType, types.NotImplementedType, types.CodeType),
+    *(types.WrapperDescriptorType, types.MethodDescriptorType),
+    *(types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType),
+    *(numpy.generic, numpy.dtype, numpy.ufunc, re.Pattern, uuid.UUID, pathlib.PurePath),
+    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal, fractions.Fraction),
+    *(
+        logging.Logger,
+        types.GenericAlias,
+        types.UnionType,
+        torch._ops.OpOverload,
+        torch._ops.OpOverloadPacket,
+    ),
+)
+# Who has one of these pickles something else in its place.
+_NOT_SENT = ("threading", "_thread", "io", "_io", "asyncio", "weakref", "_weakref", "ctypes", "distruntime")
+# A class has this flag if it was made while Python runs, and is none of Python's own in C.
+_MADE = 1 << 9
+_GONE = object()
+
+
+def is_own(module: ModuleType) -> bool:
+    """Whether a module is the user's own: of no package that is installed."""
+    # Some modules inside a package say nothing of their folder, as `torch.classes`.
+    package = sys.modules.get(module.__name__.partition(".")[0], module)
+    files = [getattr(one, "__file__", None) for one in (module, package)]
+    if package is not module and files[1] is None:
+        # A package without `__init__.py` has no file.
+        files.pop()
+    return all(isinstance(f, str) and not of_a_library(os.path.abspath(f)) for f in files)
+
+
+def send_by_name(package: str) -> None:
+    """Have what is in a package travel by its name from now on: every worker has the package."""
+    with _registering:
+        _shipped.add(package)
+        for name in _seen:
+            if name.partition(".")[0] == package:
+                _seen[name] = False
+
+
+def _is_sent(name: str) -> bool:
+    """Whether what is in a module travels with its body."""
+    found, module = _seen.get(name), sys.modules.get(name)
+    if found is None and isinstance(module, ModuleType):
+        with _registering:
+            own = is_own(module) and name != "__main__" and name.partition(".")[0] not in _shipped
+            found = _seen[name] = (own or name.startswith(_SENT)) and module.__name__ == name
+    return bool(found)
+
+
+@contextmanager
+def own_by_value() -> Iterator[None]:
+    """Have cloudpickle send what is in the user's own modules with its body, for as long as this lasts.
+
+    What else is pickled in this process, by the user or by a data channel, is pickled as before.
+    """
+    with _registering:
+        known = cloudpickle.list_registry_pickle_by_value()
+        for name in list(sys.modules):
+            if name not in _seen:
+                _is_sent(name)
+        taken = [sys.modules[name] for name, own in _seen.items() if own and name in sys.modules]
+        taken = [module for module in taken if module.__name__ not in known]
+        for module in taken:
+            cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        finally:
+            for module in taken:
+                cloudpickle.unregister_pickle_by_value(module)
+
+
+def _has_body(thing: FunctionType | type | ModuleType) -> bool:
+    """Whether a function, a class or a module travels with what is in it, and not by its name."""
+    if isinstance(thing, ModuleType):
+        return sys.modules.get(thing.__name__) is not thing or _is_sent(thing.__name__)
+    name = str(thing.__module__)
+    found: object = sys.modules.get(name)
+    if found is None or name == "__main__" or _is_sent(name):
+        return True
+    for part in thing.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is not thing
+
+
+# -- what travels with something -----------------------------------------------------------------------------
+
+
+def parts(thing: object) -> list[tuple[str, object]]:
+    """Return what travels with something, each with what the user calls it."""
+    match thing:
+        case FunctionType():
+            return _parts_of_function(thing)
+        case MethodType():
+            return [(f"{thing.__qualname__}.__self__", thing.__self__), (thing.__qualname__, thing.__func__)]
+        case types.BuiltinFunctionType() | types.MethodWrapperType():
+            return [(f"{thing.__name__}.__self__", thing.__self__)]
+        case functools.partial():
+            args = [(f"partial.args[{k}]", value) for k, value in enumerate(thing.args)]
+            return [("partial.func", thing.func), *args, *thing.keywords.items()]
+        case staticmethod() | classmethod():
+            return [(thing.__qualname__, thing.__func__)]
+        case property():
+            return [(f"property.{name}", getattr(thing, name)) for name in ("fget", "fset", "fdel")]
+        case type():
+            # What Python makes of itself for a class does not travel, as its slots.
+            own = [(n, v) for n, v in list(vars(thing).items()) if not hasattr(v, "__objclass__")]
+            named = [(f"{thing.__name__}.{name}", value) for name, value in own if name != "_abc_impl"]
+            return [*named, *[(base.__name__, base) for base in thing.__bases__], ("metaclass", type(thing))]
+        case ModuleType():
+            return []
+        case dict() | MappingProxyType():
+            keys = [("a key", key) for key in list(thing) if not isinstance(key, PLAIN)]
+            found = [*keys, *[(str(key), value) for key, value in list(thing.items())]]
+        case list() | tuple() | deque() | set() | frozenset():
+            found = [(f"[{k}]", value) for k, value in enumerate([*thing])]
+        case numpy.ndarray() if thing.dtype.hasobject:
+            found = [(f"[{k}]", value) for k, value in enumerate(thing.ravel().tolist())]
+        case _:
+            found = []
+    kind = type(thing)
+    held = [(f"{kind.__name__}.{name}", value) for name, value in _attributes(thing).items()]
+    return [*found, *held, (kind.__name__, kind)]
+
+
+def _attributes(thing: object) -> dict[str, object]:
+    """Return what an object holds under names: in its dictionary, and in the slots of classes in Python."""
+    found = dict(getattr(thing, "__dict__", {}))
+    for cls in type(thing).__mro__:
+        if cls.__flags__ & _MADE and "__slots__" in vars(cls):
+            slots = [n for n, v in vars(cls).items() if isinstance(v, types.MemberDescriptorType)]
+            found.update({name: getattr(thing, name) for name in slots if hasattr(thing, name)})
+    return found
+
+
+def _parts_of_function(thing: FunctionType) -> list[tuple[str, object]]:
+    space = thing.__globals__
+    used = [(n, space[n]) for n, _ in globals_read(thing.__code__) if n in space]
+    return [*used, *_parts_without_globals(thing)]
+
+
+def _parts_without_globals(thing: FunctionType) -> list[tuple[str, object]]:
+    # A function that is defined later leaves an empty one.
+    cells = [(n, v) for n, v in zip(thing.__code__.co_freevars, _contents(thing)) if v is not _GONE]
+    defaults = thing.__defaults__ or ()
+    taken = thing.__code__.co_varnames[: thing.__code__.co_argcount]
+    given = zip(taken[len(taken) - len(defaults) :], defaults)
+    own = [(f"{thing.__name__}.{name}", value) for name, value in thing.__dict__.items()]
+    return [*cells, *given, *(thing.__kwdefaults__ or {}).items(), *own]
+
+
+def _contents(thing: FunctionType) -> list[object]:
+    try:
+        return [cell.cell_contents for cell in thing.__closure__ or ()]
+    # A name has no value yet.
+    except ValueError:
+        return [_GONE if cell == CellType() else cell.cell_contents for cell in thing.__closure__ or ()]
+
+
+# -- whether it is as it was ---------------------------------------------------------------------------------
+
+
+class Captured:
+    """What travels with something of the user's, as it is now. It is made before that is pickled, so that
+    nothing is missed which another thread changes meanwhile.
+
+    `unseen` says what nobody can look at before each call. `name` is what the user calls the whole.
+    """
+
+    def __init__(self, thing: object, name: str) -> None:
+        self.unseen: dict[str, str] = {}
+        # By what the user calls it. A test keeps what it has seen: else something new might pass for it.
+        self._labels: list[str] = []
+        self.tests: list[Test] = []
+        self._ids: dict[int, object] = {}
+        todo = deque([(name, thing)])
+        while todo and len(self._ids) < _MOST:
+            label, one = todo.popleft()
+            try:
+                todo += self._look(label, one)
+            # A class of the user's may raise anything when it is asked what it holds.
+            except Exception:
+                self.unseen[label] = f"a {type(one).__name__}, which does not say what it holds"
+        if todo:
+            self.unseen["its size"] = f"more than {_MOST:,} things, too many to be compared at each call"
+        self._ids.clear()
+
+    def changed(self) -> str:
+        """Return what the user calls the first thing that is not as it was; nothing if all is."""
+        for label, test in zip(self._labels, self.tests):
+            try:
+                same = test()
+            # What cannot be read any more is not as it was: another thread may change it just now.
+            except Exception:
+                return label
+            if not same:
+                return label
+        return ""
+
+    def _look(self, label: str, thing: object) -> list[tuple[str, object]]:
+        """Watch a thing; return what is in it."""
+        if isinstance(thing, _FIXED) or id(thing) in self._ids:
+            return []
+        self._ids[id(thing)] = thing
+        if isinstance(thing, (FunctionType, type, ModuleType)):
+            return self._look_at_code(label, thing) if _has_body(thing) else []
+        kind = type(thing)
+        if kind.__module__.split(".")[0] in _NOT_SENT and not isinstance(thing, torch.nn.Module):
+            # A function of `dr.remote` that another one names goes there as the plain one.
+            own = getattr(thing, "__wrapped__", None)
+            return [] if own is None else [(label, own)]
+        if isinstance(thing, (list, dict, set, frozenset, tuple, deque)) and len(thing) > _MOST_ITEMS:
+            if not isinstance(thing, (tuple, frozenset)) or not all(isinstance(one, _FIXED) for one in thing):
+                self._watch(
+                    label, self._too_large(label, thing, f"a {kind.__name__} of {len(thing):,} items")
+                )
+            return []
+        self._watch(label, self._test(label, thing))
+        return parts(thing)
+
+    def _look_at_code(self, label: str, thing: FunctionType | type | ModuleType) -> list[tuple[str, object]]:
+        if isinstance(thing, FunctionType):
+            if not str(thing.__globals__.get("__name__")).startswith(PACKAGE):
+                for test in _tests_of_function(thing):
+                    self._watch(label, test)
+                return [*self._used(thing), *_parts_without_globals(thing)]
+            return []
+        if isinstance(thing, type) and not thing.__flags__ & _MADE:
+            return []
+        if isinstance(thing, type):
+            # Python notes this in a class when it pickles the first object of it.
+            copyreg._slotnames(thing)  # type: ignore[attr-defined]
+        space = vars(thing)
+        self._watch(label, test_of_dict(space))
+        found = parts(thing) if isinstance(thing, type) else [(f"{label}.{n}", v) for n, v in space.items()]
+        # Python's own words in a class or in a module decide about nothing: `__doc__`, `__spec__`.
+        return [(n, v) for n, v in found if ".__" not in n or isinstance(v, FunctionType)]
+
+    def _used(self, thing: FunctionType) -> Iterator[tuple[str, object]]:
+        """Watch what a function reads of the user's modules, which travel whole; return what it reads."""
+        for first, *rest in chains_read(thing.__code__):
+            label, found = first, thing.__globals__.get(first, _GONE)
+            for name in rest:
+                if not isinstance(found, ModuleType) or not _has_body(found):
+                    break
+                label = f"{label}.{name}"
+                self._watch(label, test_of_names(vars(found), [name]))
+                found = vars(found).get(name, _GONE)
+            if found is not _GONE:
+                yield label, found
+
+    def _watch(self, label: str, test: Test | None) -> None:
+        if test is not None:
+            self._labels.append(label)
+            self.tests.append(test)
+
+    def _test(self, label: str, thing: object) -> Test | None:
+        """Return the test of a thing; None where it never changes, or where nobody can see whether."""
+        match thing:
+            case torch.Tensor():
+                return test_of_tensor(thing)
+            case numpy.ndarray():
+                if thing.nbytes > MOST_BYTES:
+                    return self._too_large(label, thing, f"an array of {thing.nbytes:,} bytes")
+                # The elements of an array of objects are looked at by themselves.
+                return test_of(lambda: (thing.tobytes(), thing.dtype, *thing.shape))
+            case bytearray() | array.array() | memoryview():
+                with memoryview(thing) as seen:
+                    size = seen.nbytes
+                if size > MOST_BYTES:
+                    return self._too_large(label, thing, f"a {type(thing).__name__} of {size:,} bytes")
+                return test_of(lambda: (bytes(memoryview(thing)),))
+            case random.Random():
+                return test_of(lambda: (pickle.dumps(thing.getstate()),))
+            case MethodType() | functools.partial() | property() | staticmethod() | classmethod():
+                return None
+            case types.BuiltinFunctionType() | types.MethodWrapperType():
+                return None
+        if type(thing) in (list, set, deque):
+            return test_of_items(thing)  # type: ignore[arg-type]
+        if type(thing) in (dict, OrderedDict, MappingProxyType):
+            return test_of_dict(thing)  # type: ignore[arg-type]
+        held, every = getattr(thing, "__dict__", None), _attributes(thing)
+        items = isinstance(thing, (list, dict, set, deque, KeysView, ValuesView))
+        if items or len(every) > len(held or ()):
+            return test_of(lambda: [*_items(thing), *every, *_attributes(thing).values()])
+        if held is None:
+            return None if isinstance(thing, (tuple, frozenset)) else self._closed(label, thing)
+        return test_of_object(thing)
+
+    def _too_large(self, label: str, thing: Sized, what: str) -> Test:
+        """Say that nobody looks at what is in a thing. How much it has is watched."""
+        self.unseen[label] = f"{what}, too many to be compared at each call"
+        return test_of(lambda: (len(thing),))
+
+    def _closed(self, label: str, thing: object) -> Test | None:
+        """Watch an object that holds what only C sees, by its pickle."""
+        try:
+            if len(pickle.dumps(thing, 5)) <= MOST_BYTES:
+                return test_of(lambda: (pickle.dumps(thing, 5),))
+        # Any class may raise anything while it is pickled.
+        except Exception:
+            pass
+        self.unseen[label] = f"a {type(thing).__name__}, which nobody can compare with what it was"
+        return None
+
+
+def _tests_of_function(thing: FunctionType) -> list[Test]:
+    code, defaults, named, own = thing.__code__, thing.__defaults__, thing.__kwdefaults__, thing.__dict__
+    names, count = [name for name, _ in globals_read(code)], len(own)
+
+    def test() -> bool:
+        return (
+            thing.__code__ is code
+            and thing.__defaults__ is defaults
+            and thing.__kwdefaults__ is named
+            and len(own) == count
+        )
+
+    used = [test_of_names(thing.__globals__, names)] if names else []
+    cells = [test_of(lambda: _contents(thing))] if thing.__closure__ else []
+    return [test, *used, *cells, *[test_of_dict(space) for space in (named, own) if space]]
+
+
+def _items(thing: object) -> list[object]:
+    """Return the items of a container, whatever its class makes of them."""
+    match thing:
+        case dict():
+            return [*dict.__iter__(thing), *dict.values(thing)]
+        case list() | set() | deque() | KeysView() | ValuesView():
+            return [*thing]
+    return []

@@ -1,0 +1,104 @@
+"""Tests whether something is as it was: plain values are compared, and everything else has to be the same.
+
+A test keeps what it has seen. Something new might have the identity of what is gone otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import is_
+
+import numpy
+import torch
+
+from .seen import same
+
+# So many bytes of a thing are compared.
+MOST_BYTES = 1 << 16
+
+Test = Callable[[], bool]
+_GONE = object()
+_Bytes = numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.uint8]]
+
+
+@functools.lru_cache(maxsize=4096)
+def _comparing(names: tuple[str, ...]) -> Callable[[Callable[..., object], object, list[object]], bool]:
+    """Return what compares the values of names: without a loop, as it runs before each call."""
+    terms = [f"read({name!r}, gone) is held[{k}]" for k, name in enumerate(names)]
+    # The text holds numbers and quoted names.
+    made: Callable[[Callable[..., object], object, list[object]], bool] = eval(
+        f"lambda read, gone, held: {' and '.join(terms) or True}", {}
+    )
+    return made
+
+
+def test_of(read: Callable[[], Sequence[object]]) -> Test:
+    """Return the test of what is read. It may raise where that cannot be read any more, as all tests here."""
+    held = [*read()]
+    return lambda: alike(read(), held)
+
+
+def test_of_items(thing: Collection[object]) -> Test:
+    """Return the test of a list, or of something like it."""
+    held = [*thing]
+    return lambda: len(thing) == len(held) and (all(map(is_, thing, held)) or alike([*thing], held))
+
+
+def test_of_dict(thing: Mapping[str, object]) -> Test:
+    """Return the test of a dictionary: its keys, its values, and their order."""
+    keys: list[object] = [*thing]
+    held = [*thing.values()]
+    if all(type(key) is str for key in keys):
+        return lambda: (
+            [*thing] == keys and (all(map(is_, thing.values(), held)) or alike([*thing.values()], held))
+        )
+    return lambda: alike([*thing], keys) and alike([*thing.values()], held)
+
+
+def test_of_object(thing: object) -> Test:
+    """Return the test of an object that has a dictionary."""
+    held = thing.__dict__
+    inside = test_of_dict(held)
+    return lambda: thing.__dict__ is held and inside()
+
+
+def test_of_names(space: Mapping[str, object], names: Sequence[str]) -> Test:
+    """Return the test of names in a space. One that is missing may be there later."""
+    held, gone = [space.get(name, _GONE) for name in names], [_GONE] * len(names)
+    same_names, read = _comparing(tuple(names)), space.get
+    return lambda: same_names(read, _GONE, held) or alike([*map(read, names, gone)], held)
+
+
+def alike(now: Sequence[object], held: list[object]) -> bool:
+    """Whether values are as they were. Take over what is equal, so that it is the same at the next look."""
+    if len(now) != len(held):
+        return False
+    for k, (one, before) in enumerate(zip(now, held)):
+        if one is not before:
+            if not same(one, before):
+                return False
+            held[k] = one
+    return True
+
+
+def test_of_tensor(thing: torch.Tensor) -> Test:
+    """Return the test of a local tensor: of its bytes, or of its version if it has more than is compared."""
+    plain = type(thing).__module__.split(".")[0] == "torch"
+    if not plain or thing.layout is not torch.strided or thing.device.type != "cpu":
+        return test_of(lambda: (thing._version, thing.requires_grad))
+    storage, begin = thing.untyped_storage(), thing.data_ptr()
+    size = storage.nbytes()
+    if size > MOST_BYTES:
+        if thing.is_inference():
+            return test_of(lambda: (thing.data_ptr(), thing.requires_grad))
+        return test_of(lambda: (thing._version, thing.data_ptr(), thing.requires_grad))
+    # An array of numpy may share the memory, and no version tells of what is written into that.
+    memory: _Bytes = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+
+    def read() -> Sequence[object]:
+        # Another memory may stand there by now, and this one be gone.
+        kept = thing.data_ptr() == begin and storage.nbytes() == size
+        return memory.tobytes() if kept else b"", thing.requires_grad, thing.shape, *thing.stride()
+
+    return test_of(read)

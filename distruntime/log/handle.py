@@ -17,7 +17,7 @@ from ..errors import InternalError
 from .line import Line
 from .log import CallPart, Log
 from .node import Node
-from .order import Use
+from .order import Memory, Use
 from .spec import Spec
 
 # It is atomic. The master alone hands out refs, so creating a value needs no reply.
@@ -164,7 +164,6 @@ class Residence:
         "device",
         "free",
         "lazy",
-        "memories",
         "node",
         "number",
         "numbers",
@@ -185,8 +184,6 @@ class Residence:
         self.follow_default_dtype()
         # A mesh keeps tensors here that hold a number for each member: see varying.py.
         self.numbers: dict[tuple[bool, tuple[int, ...]], torch.Tensor] = {}
-        # The worker's own objects hold these memories, which it calls so.
-        self.memories: weakref.WeakValueDictionary[int, HeldStorage] = weakref.WeakValueDictionary()
         self._released = released
 
     @property
@@ -254,6 +251,7 @@ class Storage:
         "addresses",
         "given",
         "kin",
+        "lies_in",
         "order",
         "parts",
         "parts_of_call",
@@ -271,6 +269,9 @@ class Storage:
     # weak because kin name each other.
     kin: Sequence[tuple[int, weakref.ref[Storage]]]
 
+    # The memory whose order is this one's too, in a `HeldStorage`: see held.py.
+    lies_in: Memory
+
     # The parts of the call that has made it, where several workers run one together. Otherwise it is not set.
     parts_of_call: Sequence[CallPart]
 
@@ -286,15 +287,6 @@ class Storage:
         self.given: dict[Node, Storage] | None = None
         # These are bytes, once somebody has changed them: see remote_storage.py.
         self.resized: int | None = None
-
-
-class HeldStorage(Storage):
-    """A memory that objects of the user's Python hold on the worker, too.
-
-    A class of its own, so that other storages pay nothing for it.
-    """
-
-    __slots__ = ()
 
 
 class Handle:

@@ -125,7 +125,7 @@ def issue(
     words: Sequence[object],
     fresh: Sequence[Handle],
     operands: Sequence[Handle],
-    written: Sequence[Storage],
+    written: Sequence[Memory],
     place: Residence,
     line: Line,
     random: Tagged | bool = False,
@@ -146,7 +146,7 @@ def issue(
         else:
             # The order is looked up under the lock, as another thread may just have opened the node's first
             # stream.
-            changed: Sequence[Memory] = written
+            changed = written
             if random and (random is True or _DRAWS in random.tags):
                 changed = (*written, node.order.generator)
             node.order.issue(stream_at(place), words, fresh, operands, changed, line)
@@ -165,7 +165,7 @@ def issue_default(
         else:
             node.order.fence()
             node.order.issue(0, words, fresh, operands, (node.order.generator,), line)
-            node.order.follow()
+            node.order.spread()
 
 
 def issue_bytes(
@@ -204,7 +204,7 @@ def issue_shared(
 
 
 def _append(
-    words: Sequence[object], fresh: Sequence[Handle], written: Sequence[Storage], node: Log, line: Line
+    words: Sequence[object], fresh: Sequence[Handle], written: Sequence[Memory], node: Log, line: Line
 ) -> None:
     born = node.append(words, line)
     for handle in fresh:
@@ -219,7 +219,7 @@ def issue_joint(
     words: Sequence[object],
     fresh: Sequence[Handle],
     operands: Sequence[Handle],
-    written: Sequence[Storage],
+    written: Sequence[Memory],
     homes: Sequence[Residence],
     serial: Storage | None,
     line: Line,

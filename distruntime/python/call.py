@@ -15,10 +15,12 @@ from torch.utils._pytree import tree_map
 
 from ..errors import InternalError, UsageError
 from ..log.handle import Handle, Residence, Storage, new_value, next_ref
-from ..log.issue import issue
+from ..log.held import join
+from ..log.issue import issue, stream_at
 from ..log.line import Line, user_line
 from ..log.log import Log, relieve
 from ..log.mesh_log import MeshLog
+from ..log.order import Memory
 from ..log.read_only import ReadOnlyStorage
 from ..log.shards import member_of
 from ..log.spec import NO_TENSOR, Spec
@@ -52,8 +54,10 @@ from .structure import (
     declared,
     handles_of,
     is_fresh,
+    is_lent,
     known_here,
     leaves,
+    owner_of,
     repeats,
     require,
     wants_grad,
@@ -68,8 +72,9 @@ END = object()
 # What makes an object's proxy of its handle and of what it came from.
 Keep = Callable[[Handle, Callee], object]
 # This is remembered of a call with nothing but operands, which returns one tensor or one object: the number
-# of its template, the words before its operands' refs, the spec of a tensor, and what keeps the code there.
-Entry = tuple[int, tuple[object, ...], Spec | None, object]
+# of its template, the words before its operands' refs, the spec of a tensor, what keeps the code there, the
+# number of the object that an object is part of (-1 for none), and whether operands may stay there.
+Entry = tuple[int, tuple[object, ...], Spec | None, object, int, bool]
 
 
 def invoke(
@@ -114,12 +119,12 @@ def invoke(
 
 def _again(callee: Callee, entry: Entry, used: list[Handle], place: Residence, keep: Keep) -> object:
     """Issue a call that is known; it costs what an operator costs: see docs/benchmarks.md."""
-    number, head, spec, _ = entry
+    number, head, spec, _, owner, keeps = entry
     node = place.node
     if node.busy:
         relieve(node)
     made = spec or NO_TENSOR
-    storage = Storage(made)
+    storage = Storage(made) if owner < 0 else used[owner].storage
     handle = Handle(next_ref(), made, place, storage)
     words = [number, *head, *[h.ref for h in used], handle.ref]
     line = user_line()
@@ -132,9 +137,9 @@ def _again(callee: Callee, entry: Entry, used: list[Handle], place: Residence, k
         handle.born = born = (end, line[1], line[2])
         for h in used:
             h.storage.written = end
-        if place.memories:
-            for taken in place.memories.values():
-                taken.written = end
+        node.lent.written = end
+        if keeps:
+            join(place, _kept_by(used, [handle]))
         node.line_table.append(born)
         if spec is None and node.enough == 0:
             node.await_fetch()
@@ -252,8 +257,11 @@ class Call:
         words[0] = self.node.template(msgpack.packb(fields), fields)
         return words, [*self.handles, *sent]
 
-    def _written(self) -> list[Storage]:
-        """Return the memories that the call may change: of an object always, of a tensor unless told."""
+    def _written(self) -> list[Memory]:
+        """Return the memories that the call may change: of an object always, of a tensor unless told.
+
+        Call under the lock, before the call is issued.
+        """
         writes = self.options.writes
         kept = next((h.storage for h in self.handles if isinstance(h.storage, ReadOnlyStorage)), None)
         if kept is not None and writes is None:
@@ -261,23 +269,39 @@ class Call:
                 f"{self.callee.name} may write its arguments, and a tensor of {kept.name!r} is shared for "
                 "reading: say that it writes none of them, dr.remote(writes=()), or pass x.clone()"
             )
-        found = [
+        found: list[Memory] = [
             handle.storage
             for k, handle in enumerate(self.handles)
             if handle.spec is NO_TENSOR or writes is None or k in writes
         ]
-        # An object may write the tensors that were taken out of objects: parameters of a model, for example.
-        return [*found, *self.home.memories.values()] if self.home.memories else found
+        # It may write what was taken out of any object: parameters of a model, for example.
+        lent = self.node.lent
+        if lent.named:
+            return [*found, lent]
+        # Nobody has any of that, and what was read of it may still be under way.
+        if self.node.order is not None:
+            self.node.order.follow(lent, stream_at(self.home))
+        return found
+
+    def _keep(self, made: Sequence[Handle]) -> None:
+        """Note what may lie in the memory of an object, behind the instruction."""
+        memories = _kept_by(self.handles, made)
+        if len(memories) > 1:
+            join(self.home, memories)
 
     def ask(self) -> _Question:
         """Issue the call with a question what the result is. Return at once."""
         self._bump()
         with self.node.lock:
             words, used = self._words(ASK, [1, 1, 1], self.grad)
-            whole, told, tape = [new_value(NO_TENSOR, self.home) for _ in range(3)]
+            owner = owner_of(self.handles)
+            whole, tape = [_object_in(owner, self.home) for _ in range(2)]
+            told = new_value(NO_TENSOR, self.home)
             made = [whole, told, tape]
             words += [handle.ref for handle in made]
             request = ask_specs(words, made, used, self._written(), self.home, self.line, self.options.random)
+            if owner is not None:
+                self._keep(())
         return request, whole, tape
 
     def answered(
@@ -294,11 +318,11 @@ class Call:
         request, whole, tape = question
         told = require(self._described(request), len(self.handles))
         structure, here = known_here(told)
-        # An attribute that is None now may be a tensor later.
-        if structure == NOTHING and self.callee.named.startswith("getattr "):
-            return keep(whole, self.callee)
         if structure in (OBJECT, NOTHING):
-            if kinds is not None:
+            with self.node.lock:
+                self._keep([whole])
+            # An attribute that is None now may be a tensor later.
+            if kinds is not None and not (structure == NOTHING and self.callee.named.startswith("getattr ")):
                 self.callee.note_object(kinds)
             return keep(whole, self.callee)
         if repeats(structure) and under:
@@ -314,7 +338,13 @@ class Call:
             ]
             number = self.node.template(msgpack.packb(fields), fields)
             fresh = handles_of(structure, self.home, self.handles)
-            issue([number, whole.ref, *(h.ref for h in fresh)], fresh, [whole], (), self.home, self.line)
+            # What is taken out of an object from here on is what any call may write.
+            lent = [self.node.lent] if any(map(is_lent, leaves(structure))) else []
+            words = [number, whole.ref, *(h.ref for h in fresh)]
+            issue(words, fresh, [whole], lent, self.home, self.line)
+            if lent:
+                join(self.home, [*lent, whole.storage])
+            self._keep(fresh)
         return self._built(structure, fresh, tape, keep, here)
 
     def _described(self, request: Request[object]) -> object:
@@ -342,7 +372,7 @@ class Call:
         with self.node.lock:
             words, used = self._words(structure, 1 if single else [1] * (len(fields) + tape), wanted)
             fresh = handles_of(structure, self.home, self.handles)
-            recorded = new_value(NO_TENSOR, self.home) if tape else None
+            recorded = _object_in(owner_of(self.handles), self.home) if tape else None
             made = fresh if recorded is None else [*fresh, recorded]
             words += [handle.ref for handle in made]
             if single:
@@ -356,6 +386,7 @@ class Call:
                 self.line,
                 self.options.random,
             )
+            self._keep(fresh)
             if key is not None and not wanted and self.options.writes is None:
                 self._note(key, structure, fresh, words)
         return self._built(structure, fresh, recorded, keep)
@@ -369,7 +400,9 @@ class Call:
         alone = spec is None or (structure[0] == "tensor" and not spec.bits and is_fresh(structure))  # type: ignore[index]
         if alone and self._sent is None:
             assert isinstance(number, int)
-            entry: Entry = number, tuple(words[1 : len(words) - taken + 1]), spec, self._what
+            head, keeps = tuple(words[1 : len(words) - taken + 1]), len(_kept_by(self.handles, fresh)) > 1
+            owner = next((k for k, h in enumerate(self.handles) if spec is None and h.spec is NO_TENSOR), -1)
+            entry: Entry = number, head, spec, self._what, owner, keeps
             self.home.signatures[key] = entry
 
     def _bump(self) -> None:
@@ -393,6 +426,19 @@ class Call:
             found = recorded(self.callee.name, structure, found, self.operands, tape, here)
         objects = [keep(h, self.callee) if proxy is None else proxy for h, proxy in zip(fresh, found)]
         return built(structure, iter(objects))
+
+
+def _object_in(owner: Storage | None, home: Residence) -> Handle:
+    """Return the handle of a new object, which is a part of another one if there is one."""
+    return Handle(next_ref(), NO_TENSOR, home, owner or Storage(NO_TENSOR))
+
+
+def _kept_by(operands: Sequence[Handle], made: Sequence[Handle]) -> list[Memory]:
+    """Return what counts as one memory after a call, an object's first; nothing where it has no object."""
+    objects = [handle.storage for handle in (*operands, *made) if handle.spec is NO_TENSOR]
+    if not objects:
+        return []
+    return list(dict.fromkeys((*objects, *(handle.storage for handle in operands))))
 
 
 # -- on the members of a mesh --------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..errors import InternalError, NotSupportedError, ProtocolError, UsageError
-from ..log.handle import Handle, HeldStorage, Residence, Storage, next_ref
+from ..log.handle import Handle, Residence, Storage, next_ref
+from ..log.held import lent_storage
 from ..log.replies import is_spec
 from ..log.spec import NO_TENSOR, Spec, spec_from_wire, spec_of
 from ..tensors.tensor import DistributedTensor
@@ -105,7 +106,7 @@ def repeats(structure: object) -> bool:
     """
     if structure == END or has_nothing(structure):
         return False
-    return all(not fields or memory_of(fields) < FIRST_NAME for fields in leaves(structure))
+    return not any(map(is_lent, leaves(structure)))
 
 
 def memory_of(fields: Sequence[object]) -> int:
@@ -119,17 +120,29 @@ def wants_grad(fields: Sequence[object]) -> bool:
     return bool(fields) and fields[-2] is True
 
 
+def is_lent(fields: Sequence[object]) -> bool:
+    """Whether a leaf is a tensor in memory that the worker's own Python holds."""
+    return bool(fields) and memory_of(fields) >= FIRST_NAME
+
+
 def is_fresh(structure: object) -> bool:
     """Whether a result has tensors only, in memory of their own."""
     return all(bool(fields) and memory_of(fields) == _OWN for fields in leaves(structure))
 
 
+def owner_of(operands: Sequence[Handle]) -> Storage | None:
+    """Return the memory of the first object among operands, of which all objects that it returns are parts."""
+    return next((handle.storage for handle in operands if handle.spec is NO_TENSOR), None)
+
+
 def handles_of(structure: object, home: Residence, operands: Sequence[Handle]) -> list[Handle]:
     """Return a new handle for each leaf, in the memory that it is in."""
+    owner = owner_of(operands)
     found = []
     for fields in leaves(structure):
         if not fields:
-            found.append(Handle(next_ref(), NO_TENSOR, home, Storage(NO_TENSOR)))
+            owner = owner or Storage(NO_TENSOR)
+            found.append(Handle(next_ref(), NO_TENSOR, home, owner))
             continue
         spec, memory = spec_from_wire(list(fields[:5])), memory_of(fields)
         if memory == _OWN:
@@ -137,8 +150,7 @@ def handles_of(structure: object, home: Residence, operands: Sequence[Handle]) -
         elif memory < FIRST_NAME:
             storage = operands[memory].storage
         else:
-            held = home.memories.get(memory) or HeldStorage(spec)
-            storage = home.memories[memory] = held
+            storage = lent_storage(spec, home, memory)
         found.append(Handle(next_ref(), spec, home, storage))
     return found
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..errors import InternalError, NotSupportedError
-from ..log.handle import Handle, Place, Residence, Storage, new_value, relate
+from ..log.handle import Handle, Place, Residence, new_value, relate
 from ..log.issue import issue
 from ..log.line import Line
 from ..log.log import Log

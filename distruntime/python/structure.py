@@ -24,7 +24,9 @@ OBJECT = "object"
 END = "end"
 # An object that is None, as a whole or in an object of a class that is opened.
 NOTHING = "nothing"
-_OWN, FIRST_NAME = -1, 1 << 20
+# The memory of a result is its own, as its example says or as the worker has said. It is an operand's, from 0
+# on. Or it has a name.
+_DECLARED, _OWN, FIRST_NAME = -2, -1, 1 << 20
 _DEEPEST = 16
 
 
@@ -127,11 +129,11 @@ def is_lent(fields: Sequence[object]) -> bool:
 
 def is_fresh(structure: object) -> bool:
     """Whether a result has tensors only, in memory of their own."""
-    return all(bool(fields) and memory_of(fields) == _OWN for fields in leaves(structure))
+    return all(bool(fields) and memory_of(fields) < 0 for fields in leaves(structure))
 
 
 def owner_of(operands: Sequence[Handle]) -> Storage | None:
-    """Return the memory of the first object among operands, of which all objects that it returns are parts."""
+    """Return the memory of the first object among operands: what a call returns of objects is in it."""
     return next((handle.storage for handle in operands if handle.spec is NO_TENSOR), None)
 
 
@@ -145,7 +147,7 @@ def handles_of(structure: object, home: Residence, operands: Sequence[Handle]) -
             found.append(Handle(next_ref(), NO_TENSOR, home, owner))
             continue
         spec, memory = spec_from_wire(list(fields[:5])), memory_of(fields)
-        if memory == _OWN:
+        if memory < 0:
             storage = Storage(spec)
         elif memory < FIRST_NAME:
             storage = operands[memory].storage
@@ -202,7 +204,7 @@ def _of_example(returns: object) -> object:
     if isinstance(returns, torch.Tensor):
         handle = getattr(returns, "_handle", None)
         spec: Spec = handle.spec if isinstance(handle, Handle) else spec_of(returns)
-        return ["tensor", *spec.wire(), returns.requires_grad, _OWN]
+        return ["tensor", *spec.wire(), returns.requires_grad, _DECLARED]
     if isinstance(returns, (tuple, list)) and type(returns) in (tuple, list):
         return [type(returns).__name__, *map(_of_example, returns)]
     tree = opened(returns)

@@ -14,7 +14,7 @@ import linecache
 import operator
 import os
 import pickle
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
@@ -34,13 +34,18 @@ from . import hosting, iteration
 from .parcel import assembled
 from .running import Around
 from .skeleton import Real, arguments, load, missing
-from .structure import END, Memories, can_be_proxy, described, leaves
+from .structure import END, Memories, can_be_proxy, described, leaves, strangers
 
 # Numpy has these dtypes, too.
 _OF_NUMPY = {
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
 }
+_COPIED = (
+    "{} returned a tensor in memory that somebody else holds (an object, a global, or an argument), and has "
+    "returned memory of its own before for operands of these sizes: this one is a copy. "
+    'Say returns="ask" to share the memory, or return x.clone()'
+)
 # A pickle of up to so many bytes is replied itself; a larger one is a tensor of bytes, which a fetch brings.
 INLINE = 1 << 14
 
@@ -201,8 +206,16 @@ class Calls:
         function = what.value if isinstance(what, Held) else self._own.get(what) or _named(what)
         data = bytes(pickled.numpy()) if isinstance(pickled, torch.Tensor) else pickled
         args, kwargs = arguments(data, given, self._device)
+        box = list[object]()
+
+        def elsewhere() -> dict[int, bool]:
+            # An object, and what is asked about, is what it is.
+            if isinstance(promised, str):
+                return {}
+            return strangers(box, promised, operands, wanted is not None)
+
         with gate or _no_gate, torch.set_grad_enabled(bool(modes[0])), _autocast(modes[1], given):
-            box = [self._run(name, function, args, kwargs, timeout)]
+            copied = self._run(name, function, args, kwargs, timeout, box, elsewhere)
         if promised == "ask":
             told = self._told(box, operands, wanted is not None)
             result = box.pop()
@@ -212,6 +225,8 @@ class Calls:
         if isinstance(promised, str):
             return Held(result)
         found = [*leaves(result, promised, name)]
+        for k in copied:
+            found[k] = _copied(found[k])
         if gate is None:
             return found
         return [*map(_detached, found), CallTape(gate, inputs, found)]
@@ -223,14 +238,21 @@ class Calls:
         args: Sequence[object],
         kwargs: Mapping[str, object],
         timeout: float | None,
-    ) -> object:
+        box: list[object],
+        elsewhere: Callable[[], dict[int, bool]],
+    ) -> dict[int, bool]:
+        """Put what a call returns into the box. Return which of its tensors are `elsewhere`, and warn."""
         call: Operator = function  # type: ignore[assignment]
         # What interrupts the call may strike anywhere up to the end of `finish`.
         running = self._around.call(name, timeout)
         try:
             try:
                 running.begin()
-                return _awaited(call(*args, **kwargs))
+                box.append(_awaited(call(*args, **kwargs)))
+                found = elsewhere()
+                if any(found.values()):
+                    running.warn("UserWarning", _COPIED.format(name))
+                return found
             finally:
                 running.finish()
         except BaseException as error:
@@ -309,6 +331,14 @@ _plainly = nullcontext()
 
 def _value(operand: object) -> object:
     return operand.value if isinstance(operand, Held) else operand
+
+
+def _copied(leaf: object) -> object:
+    """Return a tensor's value in memory of its own."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    with torch.set_grad_enabled(leaf.requires_grad):
+        return leaf.clone()
 
 
 def _detached(leaf: object) -> object:

@@ -66,6 +66,8 @@ from .structure import (
 # A pickle of up to so many bytes rides in the log; a larger one is uploaded.
 _INLINE = 1 << 14
 ASK = "ask"
+# As `ASK`, and what somebody else holds there is copied.
+OWN = "own"
 # What the last item of an iterator is followed by.
 END = object()
 
@@ -293,7 +295,8 @@ class Call:
         """Issue the call with a question what the result is. Return at once."""
         self._bump()
         with self.node.lock:
-            words, used = self._words(ASK, [1, 1, 1], self.grad)
+            asked = OWN if self.options.returns == OWN else ASK
+            words, used = self._words(asked, [1, 1, 1], self.grad)
             owner = owner_of(self.handles)
             whole, tape = [_object_in(owner, self.home) for _ in range(2)]
             told = new_value(NO_TENSOR, self.home)

@@ -34,7 +34,7 @@ from . import hosting, iteration
 from .parcel import assembled
 from .running import Around
 from .skeleton import Real, arguments, load, missing
-from .structure import END, Memories, can_be_proxy, described, leaves, strangers
+from .structure import END, Memories, can_be_proxy, described, leaves, owned, strangers
 
 # Numpy has these dtypes, too.
 _OF_NUMPY = {
@@ -42,8 +42,8 @@ _OF_NUMPY = {
     *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
 }
 _COPIED = (
-    "{} returned a tensor in memory that somebody else holds (an object, a global, or an argument), and has "
-    "returned memory of its own before for operands of these sizes: this one is a copy. "
+    "{} returned a tensor in memory that somebody else holds (an object, a global, or an argument), and for "
+    "operands of these sizes it has returned other memory before: this one is a copy. "
     'Say returns="ask" to share the memory, or return x.clone()'
 )
 # A pickle of up to so many bytes is replied itself; a larger one is a tensor of bytes, which a fetch brings.
@@ -185,7 +185,8 @@ class Calls:
     ) -> object:
         """Call a function; return the leaves of its result, as `promised`.
 
-        Where "ask" is promised, return the whole result, its structure, and the tape. `wanted` says which
+        Where "ask" is promised, return the whole result, its structure, and the tape; where "own" is, what
+        somebody else holds is a copy. `wanted` says which
         operands' gradients will be wanted; the tape is last then. `modes` says whether the body records for
         autograd, and which dtype an autocast around it has, if there is one.
         """
@@ -216,9 +217,11 @@ class Calls:
 
         with gate or _no_gate, torch.set_grad_enabled(bool(modes[0])), _autocast(modes[1], given):
             copied = self._run(name, function, args, kwargs, timeout, box, elsewhere)
-        if promised == "ask":
+        if promised in ("ask", "own"):
             told = self._told(box, operands, wanted is not None)
             result = box.pop()
+            if promised == "own":
+                result, told = owned(result, told, name)
             tape = None if gate is None else CallTape(gate, inputs, leaves(result, told, name))
             return [Held(result), told, tape]
         result = box.pop()

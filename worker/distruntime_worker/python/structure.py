@@ -16,6 +16,7 @@ from itertools import count
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map
 
 from distruntime.errors import UsageError
 from distruntime.wire.codec import opened
@@ -183,6 +184,34 @@ def _described(
     items = found.parts
     shown = [NOTHING if items[k] is None else part(items, k, count) for k, count in enumerate(counts)]
     return ["class", found.name, found.context, *shown]
+
+
+def owned(result: object, told: Plain, name: str) -> tuple[object, Plain]:
+    """Return a result and its structure, with copies of the tensors that somebody else holds."""
+    memories = [*_memories_in(told)]
+    if all(memory < _FIRST_NAME for memory in memories):
+        return result, told
+    tensors = [leaf for leaf in leaves(result, told, name) if isinstance(leaf, torch.Tensor)]
+    held = {id(leaf) for leaf, memory in zip(tensors, memories) if memory >= _FIRST_NAME}
+
+    def apart(leaf: object) -> object:
+        return leaf.clone() if isinstance(leaf, torch.Tensor) and id(leaf) in held else leaf
+
+    return tree_map(apart, result), _apart(told)
+
+
+def _apart(told: Plain) -> Plain:
+    """Return a structure in which nobody else holds a tensor."""
+    match told:
+        case ["tensor", *fields, int(memory)] if memory >= _FIRST_NAME:
+            return ["tensor", *fields, _OWN]
+        case ["tuple" | "list" as kind, *parts]:
+            return [kind, *map(_apart, parts)]
+        case ["dict", list(keys), *parts]:
+            return ["dict", keys, *map(_apart, parts)]
+        case ["class", str(name), str(context), *parts]:
+            return ["class", name, context, *map(_apart, parts)]
+    return told
 
 
 def strangers(

@@ -13,15 +13,13 @@ import msgpack
 import torch
 from torch.utils._pytree import tree_map
 
-from ..errors import InternalError, UsageError
+from ..errors import InternalError
 from ..log.handle import Handle, Residence, Storage, new_value, next_ref
-from ..log.held import join
-from ..log.issue import issue, stream_at
+from ..log.held import join, join_written
+from ..log.issue import issue
 from ..log.line import Line, user_line
 from ..log.log import Log, relieve
 from ..log.mesh_log import MeshLog
-from ..log.order import Memory
-from ..log.read_only import ReadOnlyStorage
 from ..log.shards import member_of
 from ..log.spec import NO_TENSOR, Spec
 from ..operators.ask_worker import ask_specs
@@ -45,6 +43,7 @@ from .callee import (
     signatures,
     upload_bytes,
 )
+from .keeping import kept_by, object_in, owner_of, written_by
 from .pickling import Given, Operand, pack
 from .results import joined, recorded, tensor_proxies
 from .structure import (
@@ -57,7 +56,6 @@ from .structure import (
     is_lent,
     known_here,
     leaves,
-    owner_of,
     repeats,
     require,
     wants_grad,
@@ -75,8 +73,8 @@ END = object()
 Keep = Callable[[Handle, Callee], object]
 # This is remembered of a call with nothing but operands, which returns one tensor or one object: the number
 # of its template, the words before its operands' refs, the spec of a tensor, what keeps the code there, the
-# number of the object that an object is part of (-1 for none), and whether operands may stay there.
-Entry = tuple[int, tuple[object, ...], Spec | None, object, int, bool]
+# operand that an object is a part of, and the operand that may keep the others (-1 for the result).
+Entry = tuple[int, tuple[object, ...], Spec | None, object, int | None, int | None]
 
 
 def invoke(
@@ -121,12 +119,12 @@ def invoke(
 
 def _again(callee: Callee, entry: Entry, used: list[Handle], place: Residence, keep: Keep) -> object:
     """Issue a call that is known; it costs what an operator costs: see docs/benchmarks.md."""
-    number, head, spec, _, owner, keeps = entry
+    number, head, spec, _, part_of, keeper = entry
     node = place.node
     if node.busy:
         relieve(node)
     made = spec or NO_TENSOR
-    storage = Storage(made) if owner < 0 else used[owner].storage
+    storage = Storage(made) if part_of is None else used[part_of].storage
     handle = Handle(next_ref(), made, place, storage)
     words = [number, *head, *[h.ref for h in used], handle.ref]
     line = user_line()
@@ -137,11 +135,12 @@ def _again(callee: Callee, entry: Entry, used: list[Handle], place: Residence, k
         node.words += words
         end = node.base + len(node.words)
         handle.born = born = (end, line[1], line[2])
-        for h in used:
-            h.storage.written = end
+        if keeper is None:
+            for h in used:
+                h.storage.written = end
+        else:
+            join_written(place, storage if keeper < 0 else used[keeper].storage, used, end)
         node.lent.written = end
-        if keeps:
-            join(place, _kept_by(used, [handle]))
         node.line_table.append(born)
         if spec is None and node.enough == 0:
             node.await_fetch()
@@ -259,35 +258,9 @@ class Call:
         words[0] = self.node.template(msgpack.packb(fields), fields)
         return words, [*self.handles, *sent]
 
-    def _written(self) -> list[Memory]:
-        """Return the memories that the call may change: of an object always, of a tensor unless told.
-
-        Call under the lock, before the call is issued.
-        """
-        writes = self.options.writes
-        kept = next((h.storage for h in self.handles if isinstance(h.storage, ReadOnlyStorage)), None)
-        if kept is not None and writes is None:
-            raise UsageError(
-                f"{self.callee.name} may write its arguments, and a tensor of {kept.name!r} is shared for "
-                "reading: say that it writes none of them, dr.remote(writes=()), or pass x.clone()"
-            )
-        found: list[Memory] = [
-            handle.storage
-            for k, handle in enumerate(self.handles)
-            if handle.spec is NO_TENSOR or writes is None or k in writes
-        ]
-        # It may write what was taken out of any object: parameters of a model, for example.
-        lent = self.node.lent
-        if lent.named:
-            return [*found, lent]
-        # Nobody has any of that, and what was read of it may still be under way.
-        if self.node.order is not None:
-            self.node.order.follow(lent, stream_at(self.home))
-        return found
-
     def _keep(self, made: Sequence[Handle]) -> None:
         """Note what may lie in the memory of an object, behind the instruction."""
-        memories = _kept_by(self.handles, made)
+        memories = kept_by(self.handles, made)
         if len(memories) > 1:
             join(self.home, memories)
 
@@ -298,11 +271,19 @@ class Call:
             asked = OWN if self.options.returns == OWN else ASK
             words, used = self._words(asked, [1, 1, 1], self.grad)
             owner = owner_of(self.handles)
-            whole, tape = [_object_in(owner, self.home) for _ in range(2)]
+            whole, tape = [object_in(owner, self.home) for _ in range(2)]
             told = new_value(NO_TENSOR, self.home)
             made = [whole, told, tape]
             words += [handle.ref for handle in made]
-            request = ask_specs(words, made, used, self._written(), self.home, self.line, self.options.random)
+            request = ask_specs(
+                words,
+                made,
+                used,
+                written_by(self.callee.name, self.options.writes, self.handles, self.home),
+                self.home,
+                self.line,
+                self.options.random,
+            )
             if owner is not None:
                 self._keep(())
         return request, whole, tape
@@ -375,7 +356,7 @@ class Call:
         with self.node.lock:
             words, used = self._words(structure, 1 if single else [1] * (len(fields) + tape), wanted)
             fresh = handles_of(structure, self.home, self.handles)
-            recorded = _object_in(owner_of(self.handles), self.home) if tape else None
+            recorded = object_in(owner_of(self.handles), self.home) if tape else None
             made = fresh if recorded is None else [*fresh, recorded]
             words += [handle.ref for handle in made]
             if single:
@@ -384,7 +365,7 @@ class Call:
                 words,
                 made,
                 used,
-                self._written(),
+                written_by(self.callee.name, self.options.writes, self.handles, self.home),
                 self.home,
                 self.line,
                 self.options.random,
@@ -403,9 +384,13 @@ class Call:
         alone = spec is None or (structure[0] == "tensor" and not spec.bits and is_fresh(structure))  # type: ignore[index]
         if alone and self._sent is None:
             assert isinstance(number, int)
-            head, keeps = tuple(words[1 : len(words) - taken + 1]), len(_kept_by(self.handles, fresh)) > 1
-            owner = next((k for k, h in enumerate(self.handles) if spec is None and h.spec is NO_TENSOR), -1)
-            entry: Entry = number, head, spec, self._what, owner, keeps
+            head, part_of, keeper = tuple(words[1 : len(words) - taken + 1]), None, None
+            owner = next((k for k, h in enumerate(self.handles) if h.spec is NO_TENSOR), None)
+            if spec is None:
+                part_of = owner
+            if len(kept_by(self.handles, fresh)) > 1:
+                keeper = -1 if owner is None else owner
+            entry: Entry = number, head, spec, self._what, part_of, keeper
             self.home.signatures[key] = entry
 
     def _bump(self) -> None:
@@ -429,19 +414,6 @@ class Call:
             found = recorded(self.callee.name, structure, found, self.operands, tape, here)
         objects = [keep(h, self.callee) if proxy is None else proxy for h, proxy in zip(fresh, found)]
         return built(structure, iter(objects))
-
-
-def _object_in(owner: Storage | None, home: Residence) -> Handle:
-    """Return the handle of a new object, which is a part of another one if there is one."""
-    return Handle(next_ref(), NO_TENSOR, home, owner or Storage(NO_TENSOR))
-
-
-def _kept_by(operands: Sequence[Handle], made: Sequence[Handle]) -> list[Memory]:
-    """Return what counts as one memory after a call, an object's first; nothing where it has no object."""
-    objects = [handle.storage for handle in (*operands, *made) if handle.spec is NO_TENSOR]
-    if not objects:
-        return []
-    return list(dict.fromkeys((*objects, *(handle.storage for handle in operands))))
 
 
 # -- on the members of a mesh --------------------------------------------------------------------------------

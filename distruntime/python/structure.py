@@ -19,6 +19,7 @@ from ..log.spec import NO_TENSOR, Spec, spec_from_wire, spec_of
 from ..tensors.tensor import DistributedTensor
 from ..tensors.trees import is_here, remade
 from ..wire.codec import Opened, opened
+from .keeping import owner_of
 
 OBJECT = "object"
 END = "end"
@@ -130,11 +131,6 @@ def is_lent(fields: Sequence[object]) -> bool:
 def is_fresh(structure: object) -> bool:
     """Whether a result has tensors only, in memory of their own."""
     return all(bool(fields) and memory_of(fields) < 0 for fields in leaves(structure))
-
-
-def owner_of(operands: Sequence[Handle]) -> Storage | None:
-    """Return the memory of the first object among operands: what a call returns of objects is in it."""
-    return next((handle.storage for handle in operands if handle.spec is NO_TENSOR), None)
 
 
 def handles_of(structure: object, home: Residence, operands: Sequence[Handle]) -> list[Handle]:

@@ -58,6 +58,7 @@ OUTSIDE = {
     # Module.to swaps parameters in place and refuses objects that have weak references, so never to a proxy
     "weakref": {
         "distruntime.backend.generators",
+        "distruntime.log.order",
         "distruntime.log.handle",
         "distruntime.programs.anchors",
         "distruntime.session.places",

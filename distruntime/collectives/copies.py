@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import PlacementError, of_caller
-from ..log.handle import BARE, REMOTE_TYPES, Handle, Residence, new_value
-from ..log.held import HeldStorage
+from ..log.handle import BARE, REMOTE_TYPES, Handle, HeldStorage, Residence, new_value
 from ..log.mesh_log import MeshLog
 from ..log.shards import member_of, mesh_of
 from ..log.spec import spec_of

@@ -269,7 +269,7 @@ class Storage:
     # weak because kin name each other.
     kin: Sequence[tuple[int, weakref.ref[Storage]]]
 
-    # The memory whose order is this one's too, in a `HeldStorage`: see held.py.
+    # The memory whose order is this one's too, in a `HeldStorage`.
     lies_in: Memory
 
     # The parts of the call that has made it, where several workers run one together. Otherwise it is not set.
@@ -287,6 +287,58 @@ class Storage:
         self.given: dict[Node, Storage] | None = None
         # These are bytes, once somebody has changed them: see remote_storage.py.
         self.resized: int | None = None
+
+
+class HeldStorage(Storage):
+    """A memory whose order is that of another one, in which it may lie.
+
+    A class of its own, so that other storages pay nothing for it. A storage becomes one where it is.
+    """
+
+    __slots__ = ()
+
+    @property
+    def written(self) -> int:
+        """The position of the last instruction that changes what it may lie in."""
+        return root_of(self).written
+
+    @written.setter
+    def written(self, position: int) -> None:
+        root_of(self).written = position
+
+    @property
+    def order(self) -> Use | None:
+        """Who uses what it may lie in."""
+        return root_of(self).order
+
+    @order.setter
+    def order(self, use: Use | None) -> None:
+        root_of(self).order = use
+
+
+def root_of(memory: Memory) -> Memory:
+    """Return the memory whose order is this one's."""
+    # The hot path comes by here, and `isinstance` takes longer.
+    while type(memory) is HeldStorage:
+        memory = memory.lies_in
+    return memory
+
+
+def lent_storage(spec: Spec, home: Residence, name: int) -> Storage:
+    """Return the memory that a worker's own Python holds, too, and calls by this number."""
+    lent = home.node.lent
+    found = lent.named.get(name)
+    if not isinstance(found, Storage):
+        found = lent.named[name] = Storage(spec)
+        put_into(found, lent)
+    return found
+
+
+def put_into(storage: Storage, into: Memory) -> None:
+    """Let the order of a memory be that of another one."""
+    storage.lies_in = into
+    # It stays the object that its handles and views have.
+    storage.__class__ = HeldStorage
 
 
 class Handle:

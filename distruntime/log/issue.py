@@ -16,10 +16,10 @@ import torch
 from ..wire.codec import Buffer
 from ..wire.link import Delivery
 from .current import StreamOfPlace, current_streams
-from .handle import Handle, Residence, Storage
+from .handle import Handle, Residence, Storage, put_into, root_of
 from .line import Line
 from .log import Log
-from .order import Memory, Use
+from .order import Lent, Memory, Use
 from .read_only import require_writable
 from .spec import NO_TENSOR, Spec
 from .tape import recorded, tick
@@ -251,3 +251,50 @@ def issue_joint(
         serial.order, serial.written = Use(stream, {}), order.last[stream]
     for other in others:
         order.wait(other, stream, order.last[stream])
+
+
+# -- what may lie in an object's memory ---------------------------------------------------------------------
+#
+# Only the worker could tell what an object keeps. So an object, its arguments and what it hands out of its
+# own memory count as one memory: a call of the object comes after whatever uses any of that, and before
+# whatever uses it later.
+
+
+def join(home: Residence, memories: Sequence[Memory]) -> None:
+    """Let memories count as one from now on. Call under the log's lock, behind the call that may keep them.
+
+    What may only be read stays apart: nobody writes it.
+    """
+    node = home.node
+    first = root_of(memories[0])
+    for memory in memories[1:]:
+        other = root_of(memory)
+        if isinstance(other, Lent):
+            # It outlives all others.
+            first, other = other, first
+        if other is first or type(other) is not Storage:
+            continue
+        if node.order is None:
+            first.written = max(first.written, other.written)
+        else:
+            node.order.merge(first, other, stream_at(home))
+        put_into(other, first)
+
+
+def join_written(home: Residence, owner: Storage, operands: Sequence[Handle], end: int) -> None:
+    """Note a known call, which ends at `end` and has written all operands: as `join`, and quick."""
+    if home.node.order is not None:
+        # A thread was on the hot path while another one opened the first stream.
+        join(home, [owner, *(handle.storage for handle in operands)])
+    first = root_of(owner)
+    first.written = end
+    for handle in operands:
+        storage = handle.storage
+        if storage is first:
+            continue
+        if type(storage) is Storage:
+            put_into(storage, first)
+        elif root_of(storage) is not first:
+            storage.written = end
+            join(home, [first, storage])
+            first = root_of(first)

@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_map
 
 from ..errors import InternalError
 from ..log.handle import Handle, Residence, Storage, new_value, next_ref
-from ..log.held import join, join_written
-from ..log.issue import issue
+from ..log.issue import issue, join, join_written
 from ..log.line import Line, user_line
 from ..log.log import Log, relieve
 from ..log.mesh_log import MeshLog
@@ -42,8 +41,8 @@ from .callee import (
     require_python,
     signatures,
     upload_bytes,
+    written_by,
 )
-from .keeping import kept_by, object_in, owner_of, written_by
 from .pickling import Given, Operand, pack
 from .results import joined, recorded, tensor_proxies
 from .structure import (
@@ -54,8 +53,11 @@ from .structure import (
     handles_of,
     is_fresh,
     is_lent,
+    kept_by,
     known_here,
     leaves,
+    object_in,
+    owner_of,
     repeats,
     require,
     wants_grad,

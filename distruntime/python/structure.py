@@ -12,14 +12,13 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..errors import InternalError, NotSupportedError, ProtocolError, UsageError
-from ..log.handle import Handle, Residence, Storage, next_ref
-from ..log.held import lent_storage
+from ..log.handle import Handle, Residence, Storage, lent_storage, next_ref
+from ..log.order import Memory
 from ..log.replies import is_spec
 from ..log.spec import NO_TENSOR, Spec, spec_from_wire, spec_of
 from ..tensors.tensor import DistributedTensor
 from ..tensors.trees import is_here, remade
 from ..wire.codec import Opened, opened
-from .keeping import owner_of
 
 OBJECT = "object"
 END = "end"
@@ -131,6 +130,24 @@ def is_lent(fields: Sequence[object]) -> bool:
 def is_fresh(structure: object) -> bool:
     """Whether a result has tensors only, in memory of their own."""
     return all(bool(fields) and memory_of(fields) < 0 for fields in leaves(structure))
+
+
+def owner_of(operands: Sequence[Handle]) -> Storage | None:
+    """Return the memory of the first object among operands: what a call returns of objects is in it."""
+    return next((handle.storage for handle in operands if handle.spec is NO_TENSOR), None)
+
+
+def object_in(owner: Storage | None, home: Residence) -> Handle:
+    """Return the handle of a new object, which is a part of another one if there is one."""
+    return Handle(next_ref(), NO_TENSOR, home, owner or Storage(NO_TENSOR))
+
+
+def kept_by(operands: Sequence[Handle], made: Sequence[Handle]) -> list[Memory]:
+    """Return what counts as one memory after a call, an object's first; nothing where it has no object."""
+    objects = [handle.storage for handle in (*operands, *made) if handle.spec is NO_TENSOR]
+    if not objects:
+        return []
+    return list(dict.fromkeys((*objects, *(handle.storage for handle in operands))))
 
 
 def handles_of(structure: object, home: Residence, operands: Sequence[Handle]) -> list[Handle]:

@@ -61,6 +61,7 @@ OUTSIDE = {
     # Module.to swaps parameters in place and refuses objects that have weak references, so never to a proxy
     "weakref": {
         "distruntime.backend.generators",
+        "distruntime.log.order",
         "distruntime.log.handle",
         "distruntime.guards.anchors",
         "distruntime.session.places",

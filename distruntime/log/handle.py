@@ -17,7 +17,7 @@ from ..errors import InternalError
 from .line import Line
 from .log import CallPart, Log
 from .node import Node
-from .order import Use
+from .order import Memory, Use
 from .spec import Spec
 
 # It is atomic. The master alone hands out refs, so creating a value needs no reply.
@@ -164,7 +164,6 @@ class Residence:
         "device",
         "free",
         "lazy",
-        "memories",
         "node",
         "number",
         "numbers",
@@ -185,8 +184,6 @@ class Residence:
         self.follow_default_dtype()
         # A mesh keeps tensors here that hold a number for each member: see varying.py.
         self.numbers: dict[tuple[bool, tuple[int, ...]], torch.Tensor] = {}
-        # The worker's own objects hold these memories, which it calls so.
-        self.memories: weakref.WeakValueDictionary[int, HeldStorage] = weakref.WeakValueDictionary()
         self._released = released
 
     @property
@@ -261,6 +258,7 @@ class Storage:
         "addresses",
         "given",
         "kin",
+        "lies_in",
         "order",
         "parts",
         "parts_of_call",
@@ -277,6 +275,9 @@ class Storage:
     # it made several, so that an operation with one result pays nothing: see `relate`. The references are
     # weak because kin name each other.
     kin: Sequence[tuple[int, weakref.ref[Storage]]]
+
+    # The memory whose order is this one's too, in a `HeldStorage`.
+    lies_in: Memory
 
     # The parts of the call that has made it, where several workers run one together. Otherwise it is not set.
     parts_of_call: Sequence[CallPart]
@@ -296,12 +297,55 @@ class Storage:
 
 
 class HeldStorage(Storage):
-    """A memory that objects of the user's Python hold on the worker, too.
+    """A memory whose order is that of another one, in which it may lie.
 
-    A class of its own, so that other storages pay nothing for it.
+    A class of its own, so that other storages pay nothing for it. A storage becomes one where it is.
     """
 
     __slots__ = ()
+
+    @property
+    def written(self) -> int:
+        """The position of the last instruction that changes what it may lie in."""
+        return root_of(self).written
+
+    @written.setter
+    def written(self, position: int) -> None:
+        root_of(self).written = position
+
+    @property
+    def order(self) -> Use | None:
+        """Who uses what it may lie in."""
+        return root_of(self).order
+
+    @order.setter
+    def order(self, use: Use | None) -> None:
+        root_of(self).order = use
+
+
+def root_of(memory: Memory) -> Memory:
+    """Return the memory whose order is this one's."""
+    # The hot path comes by here, and `isinstance` takes longer.
+    while type(memory) is HeldStorage:
+        memory = memory.lies_in
+    return memory
+
+
+def lent_storage(spec: Spec, home: Residence, name: int) -> Storage:
+    """Return the memory that a worker's own Python holds, too, and calls by this number."""
+    lent = home.node.lent
+    found = lent.named.get(name)
+    if not isinstance(found, Storage):
+        found = lent.named[name] = Storage(spec)
+        put_into(found, lent)
+    return found
+
+
+def put_into(storage: Storage, into: Memory) -> None:
+    """Let the order of a memory be that of another one."""
+    storage.lies_in = into
+    # It stays the object that its handles and views have.
+    storage.__class__ = HeldStorage
 
 
 class Handle:

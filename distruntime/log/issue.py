@@ -16,10 +16,10 @@ import torch
 from ..wire.codec import Buffer
 from ..wire.link import Delivery
 from .current import StreamOfPlace, current_streams
-from .handle import Handle, Residence, Storage
+from .handle import Handle, Residence, Storage, put_into, root_of
 from .line import Line
 from .log import Log
-from .order import Memory, Use
+from .order import Lent, Memory, Use
 from .read_only import require_writable
 from .spec import NO_TENSOR, Spec
 from .tape import recorded, tick
@@ -125,7 +125,7 @@ def issue(
     words: Sequence[object],
     fresh: Sequence[Handle],
     operands: Sequence[Handle],
-    written: Sequence[Storage],
+    written: Sequence[Memory],
     place: Residence,
     line: Line,
     random: Tagged | bool = False,
@@ -146,7 +146,7 @@ def issue(
         else:
             # The order is looked up under the lock, as another thread may just have opened the node's first
             # stream.
-            changed: Sequence[Memory] = written
+            changed = written
             if random and (random is True or _DRAWS in random.tags):
                 changed = (*written, node.order.generator)
             node.order.issue(stream_at(place), words, fresh, operands, changed, line)
@@ -165,7 +165,7 @@ def issue_default(
         else:
             node.order.fence()
             node.order.issue(0, words, fresh, operands, (node.order.generator,), line)
-            node.order.follow()
+            node.order.spread()
 
 
 def issue_bytes(
@@ -204,7 +204,7 @@ def issue_shared(
 
 
 def _append(
-    words: Sequence[object], fresh: Sequence[Handle], written: Sequence[Storage], node: Log, line: Line
+    words: Sequence[object], fresh: Sequence[Handle], written: Sequence[Memory], node: Log, line: Line
 ) -> None:
     born = node.append(words, line)
     for handle in fresh:
@@ -219,7 +219,7 @@ def issue_joint(
     words: Sequence[object],
     fresh: Sequence[Handle],
     operands: Sequence[Handle],
-    written: Sequence[Storage],
+    written: Sequence[Memory],
     homes: Sequence[Residence],
     serial: Storage | None,
     line: Line,
@@ -251,3 +251,50 @@ def issue_joint(
         serial.order, serial.written = Use(stream, {}), order.last[stream]
     for other in others:
         order.wait(other, stream, order.last[stream])
+
+
+# -- what may lie in an object's memory ---------------------------------------------------------------------
+#
+# Only the worker could tell what an object keeps. So an object, its arguments and what it hands out of its
+# own memory count as one memory: a call of the object comes after whatever uses any of that, and before
+# whatever uses it later.
+
+
+def join(home: Residence, memories: Sequence[Memory]) -> None:
+    """Let memories count as one from now on. Call under the log's lock, behind the call that may keep them.
+
+    What may only be read stays apart: nobody writes it.
+    """
+    node = home.node
+    first = root_of(memories[0])
+    for memory in memories[1:]:
+        other = root_of(memory)
+        if isinstance(other, Lent):
+            # It outlives all others.
+            first, other = other, first
+        if other is first or type(other) is not Storage:
+            continue
+        if node.order is None:
+            first.written = max(first.written, other.written)
+        else:
+            node.order.merge(first, other, stream_at(home))
+        put_into(other, first)
+
+
+def join_written(home: Residence, owner: Storage, operands: Sequence[Handle], end: int) -> None:
+    """Note a known call, which ends at `end` and has written all operands: as `join`, and quick."""
+    if home.node.order is not None:
+        # A thread was on the hot path while another one opened the first stream.
+        join(home, [owner, *(handle.storage for handle in operands)])
+    first = root_of(owner)
+    first.written = end
+    for handle in operands:
+        storage = handle.storage
+        if storage is first:
+            continue
+        if type(storage) is Storage:
+            put_into(storage, first)
+        elif root_of(storage) is not first:
+            storage.written = end
+            join(home, [first, storage])
+            first = root_of(first)

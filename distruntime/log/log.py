@@ -22,7 +22,7 @@ from ..wire.link import Delivery
 from ..wire.messages import DROP, FORGET, MeshBody, Plain, Segment
 from .checks import Checks, Correct
 from .line import Line, line_text
-from .order import Order
+from .order import Lent, Order
 from .stretches import StretchedLog
 from .tape import NOTED, Tape
 from .templates import Templates
@@ -223,6 +223,8 @@ class Log(ABC):
         self.packages: dict[str, str] = {}
         # This is the Order among its streams, once there are several. `words` is a StretchedLog then.
         self.order: Order | None = None
+        # What its functions and objects hold and have handed out. See `python`.
+        self.lent = Lent()
         # It is True if an acknowledgement only says that everything has been issued to a GPU.
         self.asynchronous = False
         # Everything up to this position is known to have run.

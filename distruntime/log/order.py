@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from ..wire.messages import RELEASE, WAIT
 from .line import Line
@@ -75,6 +76,19 @@ class Generators:
     def __init__(self) -> None:
         self.written = 0
         self.order: Use | None = None
+
+
+class Lent:
+    """What the user's Python on a worker holds and has handed out, which counts as one storage.
+
+    Nobody can tell which function or object holds it, so every call writes it.
+    """
+
+    def __init__(self) -> None:
+        self.written = 0
+        self.order: Use | None = None
+        # The memories that somebody here has, by what the worker calls them.
+        self.named: WeakValueDictionary[int, Memory] = WeakValueDictionary()
 
 
 class Order:
@@ -197,6 +211,32 @@ class Order:
         if self.implicit:
             self.wait(stream, use.writer, storage.written)
 
+    def follow(self, storage: Memory, stream: int) -> None:
+        """Let a stream come after all that has used a memory, without a use of its own."""
+        if self.implicit and storage.order is not None:
+            self.wait(stream, storage.order.writer, storage.written)
+            for reader, position in storage.order.readers.items():
+                self.wait(stream, reader, position)
+
+    def read(self, storage: Memory, stream: int) -> None:
+        """Note that a stream's last instruction has read a memory that none of its operands names."""
+        readers = self._use(storage).readers
+        readers[stream] = max(self.last[stream], readers.get(stream, 0))
+
+    def merge(self, into: Memory, other: Memory, stream: int) -> None:
+        """Let `into` stand for both memories. The stream comes after the last write of each."""
+        one, two = self._use(into), self._use(other)
+        if one.writer == two.writer:
+            into.written = max(into.written, other.written)
+        else:
+            # A memory has one last writer.
+            self.find(into, stream)
+            self.find(other, stream)
+            into.written = self.last[stream]
+            one.writer = stream
+        for reader, position in two.readers.items():
+            one.readers[reader] = max(position, one.readers.get(reader, 0))
+
     def _use(self, storage: Memory) -> Use:
         use: Use | None = storage.order
         # Only stream 0 has touched it, and who read it before there were streams was not noted.
@@ -297,7 +337,7 @@ class Order:
             if stream:
                 self.wait(0, stream, position)
 
-    def follow(self) -> None:
+    def spread(self) -> None:
         """Make every stream wait for what stream 0 has been given."""
         for stream in list(self.last):
             self.wait(stream, 0, self.last[0])

@@ -23,7 +23,7 @@ class ReadOnlyStorage(Storage):
         self.name = name
 
 
-def require_writable(storages: Iterable[Storage], line: Line) -> None:
+def require_writable(storages: Iterable[object], line: Line) -> None:
     """Raise `UsageError` if one of them may be read only; `line` is who wants to write it."""
     for storage in storages:
         if type(storage) is ReadOnlyStorage:

@@ -11,11 +11,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..errors import InternalError, NotSupportedError
-from ..log.handle import Handle, Place, Residence, Storage, new_value, relate
+from ..log.handle import Handle, Place, Residence, new_value, relate
 from ..log.issue import issue
 from ..log.line import Line
 from ..log.log import Log
 from ..log.mesh_log import MeshLog
+from ..log.order import Memory
 from ..log.read_only import require_writable
 from ..log.shards import member_of, mesh_of
 from ..log.spec import Spec, spec_from_wire
@@ -242,7 +243,7 @@ def ask_specs(
     words: list[object],
     fresh: list[Handle],
     operands: Sequence[Handle],
-    written: Sequence[Storage],
+    written: Sequence[Memory],
     place: Residence,
     line: Line,
     random: torch._ops.OpOverload | bool,

@@ -13,13 +13,12 @@ import msgpack
 import torch
 from torch.utils._pytree import tree_map
 
-from ..errors import InternalError, UsageError
+from ..errors import InternalError
 from ..log.handle import Handle, Residence, Storage, new_value, next_ref
-from ..log.issue import issue
+from ..log.issue import issue, join, join_written
 from ..log.line import Line, user_line
 from ..log.log import Log, relieve
 from ..log.mesh_log import MeshLog
-from ..log.read_only import ReadOnlyStorage
 from ..log.shards import member_of
 from ..log.spec import NO_TENSOR, Spec
 from ..operators.ask_worker import ask_specs
@@ -42,6 +41,7 @@ from .callee import (
     require_python,
     signatures,
     upload_bytes,
+    written_by,
 )
 from .pickling import Given, Operand, pack
 from .results import joined, recorded, tensor_proxies
@@ -52,8 +52,12 @@ from .structure import (
     declared,
     handles_of,
     is_fresh,
+    is_lent,
+    kept_by,
     known_here,
     leaves,
+    object_in,
+    owner_of,
     repeats,
     require,
     wants_grad,
@@ -62,14 +66,17 @@ from .structure import (
 # A pickle of up to so many bytes rides in the log; a larger one is uploaded.
 _INLINE = 1 << 14
 ASK = "ask"
+# As `ASK`, and what somebody else holds there is copied.
+OWN = "own"
 # What the last item of an iterator is followed by.
 END = object()
 
 # What makes an object's proxy of its handle and of what it came from.
 Keep = Callable[[Handle, Callee], object]
 # This is remembered of a call with nothing but operands, which returns one tensor or one object: the number
-# of its template, the words before its operands' refs, the spec of a tensor, and what keeps the code there.
-Entry = tuple[int, tuple[object, ...], Spec | None, object]
+# of its template, the words before its operands' refs, the spec of a tensor, what keeps the code there, the
+# operand that an object is a part of, and the operand that may keep the others (-1 for the result).
+Entry = tuple[int, tuple[object, ...], Spec | None, object, int | None, int | None]
 
 
 def invoke(
@@ -114,12 +121,12 @@ def invoke(
 
 def _again(callee: Callee, entry: Entry, used: list[Handle], place: Residence, keep: Keep) -> object:
     """Issue a call that is known; it costs what an operator costs: see docs/benchmarks.md."""
-    number, head, spec, _ = entry
+    number, head, spec, _, part_of, keeper = entry
     node = place.node
     if node.busy:
         relieve(node)
     made = spec or NO_TENSOR
-    storage = Storage(made)
+    storage = Storage(made) if part_of is None else used[part_of].storage
     handle = Handle(next_ref(), made, place, storage)
     words = [number, *head, *[h.ref for h in used], handle.ref]
     line = user_line()
@@ -130,11 +137,12 @@ def _again(callee: Callee, entry: Entry, used: list[Handle], place: Residence, k
         node.words += words
         end = node.base + len(node.words)
         handle.born = born = (end, line[1], line[2])
-        for h in used:
-            h.storage.written = end
-        if place.memories:
-            for taken in place.memories.values():
-                taken.written = end
+        if keeper is None:
+            for h in used:
+                h.storage.written = end
+        else:
+            join_written(place, storage if keeper < 0 else used[keeper].storage, used, end)
+        node.lent.written = end
         node.line_table.append(born)
         if spec is None and node.enough == 0:
             node.await_fetch()
@@ -252,32 +260,34 @@ class Call:
         words[0] = self.node.template(msgpack.packb(fields), fields)
         return words, [*self.handles, *sent]
 
-    def _written(self) -> list[Storage]:
-        """Return the memories that the call may change: of an object always, of a tensor unless told."""
-        writes = self.options.writes
-        kept = next((h.storage for h in self.handles if isinstance(h.storage, ReadOnlyStorage)), None)
-        if kept is not None and writes is None:
-            raise UsageError(
-                f"{self.callee.name} may write its arguments, and a tensor of {kept.name!r} is shared for "
-                "reading: say that it writes none of them, dr.remote(writes=()), or pass x.clone()"
-            )
-        found = [
-            handle.storage
-            for k, handle in enumerate(self.handles)
-            if handle.spec is NO_TENSOR or writes is None or k in writes
-        ]
-        # An object may write the tensors that were taken out of objects: parameters of a model, for example.
-        return [*found, *self.home.memories.values()] if self.home.memories else found
+    def _keep(self, made: Sequence[Handle]) -> None:
+        """Note what may lie in the memory of an object, behind the instruction."""
+        memories = kept_by(self.handles, made)
+        if len(memories) > 1:
+            join(self.home, memories)
 
     def ask(self) -> _Question:
         """Issue the call with a question what the result is. Return at once."""
         self._bump()
         with self.node.lock:
-            words, used = self._words(ASK, [1, 1, 1], self.grad)
-            whole, told, tape = [new_value(NO_TENSOR, self.home) for _ in range(3)]
+            asked = OWN if self.options.returns == OWN else ASK
+            words, used = self._words(asked, [1, 1, 1], self.grad)
+            owner = owner_of(self.handles)
+            whole, tape = [object_in(owner, self.home) for _ in range(2)]
+            told = new_value(NO_TENSOR, self.home)
             made = [whole, told, tape]
             words += [handle.ref for handle in made]
-            request = ask_specs(words, made, used, self._written(), self.home, self.line, self.options.random)
+            request = ask_specs(
+                words,
+                made,
+                used,
+                written_by(self.callee.name, self.options.writes, self.handles, self.home),
+                self.home,
+                self.line,
+                self.options.random,
+            )
+            if owner is not None:
+                self._keep(())
         return request, whole, tape
 
     def answered(
@@ -294,11 +304,11 @@ class Call:
         request, whole, tape = question
         told = require(self._described(request), len(self.handles))
         structure, here = known_here(told)
-        # An attribute that is None now may be a tensor later.
-        if structure == NOTHING and self.callee.named.startswith("getattr "):
-            return keep(whole, self.callee)
         if structure in (OBJECT, NOTHING):
-            if kinds is not None:
+            with self.node.lock:
+                self._keep([whole])
+            # An attribute that is None now may be a tensor later.
+            if kinds is not None and not (structure == NOTHING and self.callee.named.startswith("getattr ")):
                 self.callee.note_object(kinds)
             return keep(whole, self.callee)
         if repeats(structure) and under:
@@ -314,7 +324,13 @@ class Call:
             ]
             number = self.node.template(msgpack.packb(fields), fields)
             fresh = handles_of(structure, self.home, self.handles)
-            issue([number, whole.ref, *(h.ref for h in fresh)], fresh, [whole], (), self.home, self.line)
+            # What is taken out of an object from here on is what any call may write.
+            lent = [self.node.lent] if any(map(is_lent, leaves(structure))) else []
+            words = [number, whole.ref, *(h.ref for h in fresh)]
+            issue(words, fresh, [whole], lent, self.home, self.line)
+            if lent:
+                join(self.home, [*lent, whole.storage])
+            self._keep(fresh)
         return self._built(structure, fresh, tape, keep, here)
 
     def _described(self, request: Request[object]) -> object:
@@ -342,7 +358,7 @@ class Call:
         with self.node.lock:
             words, used = self._words(structure, 1 if single else [1] * (len(fields) + tape), wanted)
             fresh = handles_of(structure, self.home, self.handles)
-            recorded = new_value(NO_TENSOR, self.home) if tape else None
+            recorded = object_in(owner_of(self.handles), self.home) if tape else None
             made = fresh if recorded is None else [*fresh, recorded]
             words += [handle.ref for handle in made]
             if single:
@@ -351,11 +367,12 @@ class Call:
                 words,
                 made,
                 used,
-                self._written(),
+                written_by(self.callee.name, self.options.writes, self.handles, self.home),
                 self.home,
                 self.line,
                 self.options.random,
             )
+            self._keep(fresh)
             if key is not None and not wanted and self.options.writes is None:
                 self._note(key, structure, fresh, words)
         return self._built(structure, fresh, recorded, keep)
@@ -369,7 +386,13 @@ class Call:
         alone = spec is None or (structure[0] == "tensor" and not spec.bits and is_fresh(structure))  # type: ignore[index]
         if alone and self._sent is None:
             assert isinstance(number, int)
-            entry: Entry = number, tuple(words[1 : len(words) - taken + 1]), spec, self._what
+            head, part_of, keeper = tuple(words[1 : len(words) - taken + 1]), None, None
+            owner = next((k for k, h in enumerate(self.handles) if h.spec is NO_TENSOR), None)
+            if spec is None:
+                part_of = owner
+            if len(kept_by(self.handles, fresh)) > 1:
+                keeper = -1 if owner is None else owner
+            entry: Entry = number, head, spec, self._what, part_of, keeper
             self.home.signatures[key] = entry
 
     def _bump(self) -> None:

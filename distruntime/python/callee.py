@@ -19,11 +19,13 @@ import torch
 from ..errors import ConfigurationError, PlacementError, UsageError
 from ..guards.captured import Captured
 from ..log.handle import Handle, Residence, new_value
-from ..log.issue import issue
+from ..log.issue import issue, stream_at
 from ..log.line import Line, line_number, user_line
 from ..log.log import Log
 from ..log.mesh_log import workers_of
 from ..log.node import Node
+from ..log.order import Memory
+from ..log.read_only import ReadOnlyStorage
 from ..log.spec import NO_TENSOR
 from ..operators.transfer import upload
 from ..session.session import active, active_session
@@ -273,6 +275,37 @@ def place_of(name: str, operands: Sequence[Given], home: Residence | None) -> Re
             )
     first.node.require_alive()
     return first
+
+
+# -- what a call may write -----------------------------------------------------------------------------------
+
+
+def written_by(
+    name: str, writes: Sequence[int] | None, operands: Sequence[Handle], home: Residence
+) -> list[Memory]:
+    """Return the memories that a call may change: of an object always, of a tensor unless told.
+
+    Call under the lock, before the call is issued.
+    """
+    kept = next((h.storage for h in operands if isinstance(h.storage, ReadOnlyStorage)), None)
+    if kept is not None and writes is None:
+        raise UsageError(
+            f"{name} may write its arguments, and a tensor of {kept.name!r} is shared for "
+            "reading: say that it writes none of them, dr.remote(writes=()), or pass x.clone()"
+        )
+    found: list[Memory] = [
+        handle.storage
+        for k, handle in enumerate(operands)
+        if handle.spec is NO_TENSOR or writes is None or k in writes
+    ]
+    # It may write what was taken out of any object: parameters of a model, for example.
+    lent, order = home.node.lent, home.node.order
+    if lent.named:
+        return [*found, lent]
+    # Nobody has any of that, and what was read of it may still be under way.
+    if order is not None:
+        order.follow(lent, stream_at(home))
+    return found
 
 
 # -- what is remembered of results ---------------------------------------------------------------------------

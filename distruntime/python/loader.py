@@ -192,7 +192,7 @@ class _Epoch:
         with torch.no_grad():
             self._asked.append(
                 [
-                    ask_ahead(home, next_of, "dr.data_loader", loader)
+                    ask_ahead(home, next_of, "dr.data_loader", loader, own=True)
                     for home, loader in zip(self._of._homes, self._begun)
                 ]
             )

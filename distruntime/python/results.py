@@ -8,8 +8,8 @@ import msgpack
 import torch
 
 from ..errors import NotSupportedError
-from ..log.handle import Handle, Residence, new_value
-from ..log.issue import issue
+from ..log.handle import Handle, Residence, Storage, new_value
+from ..log.issue import issue, stream_at
 from ..log.line import user_line
 from ..log.log import relieve
 from ..log.mesh_log import MeshLog
@@ -74,7 +74,8 @@ def recorded(
     inputs = [o for o in operands if isinstance(o, DistributedTensor) and o.requires_grad]
     # What wants gradients may be parameters of the worker's own objects only.
     start = torch.empty(0, device="cpu", requires_grad=True)
-    outputs = iter(_Recorded.apply(name, tape, here, tensors, wanted, start, *inputs))  # type: ignore[no-untyped-call]
+    saved = [o._handle.storage for o in operands if isinstance(o, DistributedTensor)]
+    outputs = iter(_Recorded.apply(name, tape, here, tensors, wanted, saved, start, *inputs))  # type: ignore[no-untyped-call]
     return [None if proxy is None else next(outputs) for proxy in found]
 
 
@@ -89,11 +90,14 @@ class _Recorded(torch.autograd.Function):
         here: Sequence[bool] | None,
         outputs: list[torch.Tensor],
         wanted: list[bool],
+        saved: list[Storage],
         start: torch.Tensor,
         *inputs: DistributedTensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.name, ctx.tape, ctx.here = name, tape, here  # type: ignore[attr-defined]
         ctx.specs = [x._handle.spec for x in inputs]  # type: ignore[attr-defined]
+        # The worker has saved of them what the backward needs. They may be freed here all the same.
+        ctx.saved = saved  # type: ignore[attr-defined]
         ctx.mark_non_differentiable(*[o for o, wants in zip(outputs, wanted) if not wants])
         ctx.set_materialize_grads(False)
         # The tape is the worker's. Torch frees this after a backward, and so it knows of a second one.
@@ -108,11 +112,11 @@ class _Recorded(torch.autograd.Function):
             given = iter(grads)
             grads = tuple([next(given) if there else None for there in ctx.here])  # type: ignore[attr-defined]
         with torch.no_grad():
-            found = _gradients(ctx.name, ctx.tape, ctx.specs, grads)  # type: ignore[attr-defined]
+            found = _gradients(ctx.name, ctx.tape, ctx.specs, grads, ctx.saved)  # type: ignore[attr-defined]
         # Under `create_graph=True` somebody will differentiate the gradients, and the tape is read once.
         if torch.is_grad_enabled():
             found = [_Once.apply(ctx.name, g.detach().requires_grad_()) for g in found]  # type: ignore[attr-defined, no-untyped-call]
-        return (None, None, None, None, None, None, *found)
+        return (None, None, None, None, None, None, None, *found)
 
 
 class _Once(torch.autograd.Function):
@@ -132,9 +136,15 @@ class _Once(torch.autograd.Function):
 
 
 def _gradients(
-    name: str, tape: Handle, specs: Sequence[Spec], grads: Sequence[DistributedTensor | None]
+    name: str,
+    tape: Handle,
+    specs: Sequence[Spec],
+    grads: Sequence[DistributedTensor | None],
+    saved: Sequence[Storage],
 ) -> list[DistributedTensor]:
-    """Issue the backward of a call; return the gradients of its inputs."""
+    """Issue the backward of a call, which reads what the call has `saved`; return the gradients of its
+    inputs.
+    """
     home, line = tape.place, user_line()
     node = home.node
     relieve(node)
@@ -149,7 +159,14 @@ def _gradients(
         ]
         number = node.template(msgpack.packb(fields), fields)
         words = [number, tape.ref, *(h.ref for h in given), *(h.ref for h in made)]
+        order, stream = node.order, stream_at(home)
+        if order is not None:
+            for memory in saved:
+                order.find(memory, stream)
         issue(words, made, [tape, *given], [tape.storage], home, line)
+        if order is not None:
+            for memory in saved:
+                order.read(memory, stream)
     return [wrap(DistributedTensor, handle) for handle in made]
 
 

@@ -15,7 +15,7 @@ from ..log.log import relieve
 from ..session.requests import Request
 from ..session.session import active_session
 from ..session.spelling import is_node, named, on_node
-from .call import ASK, Call, invoke
+from .call import ASK, OWN, Call, invoke
 from .callee import Callee, Code, Function, Options
 from .objects import RemoteObject
 from .pickling import pack
@@ -37,15 +37,23 @@ def run_at(
 
 
 def ask_ahead(
-    home: Residence, function: Function, name: str, *args: object, random: bool = True
+    home: Residence, function: Function, name: str, *args: object, random: bool = True, own: bool = False
 ) -> Callable[[], object]:
     """Call a function on a worker. Return at once what blocks for its result, and returns that.
 
-    `random` says whether the function may draw.
+    `random` says whether the function may draw. With `own`, the result is in memory that calls do not write
+    which are issued before it is there.
     """
     relieve(home.node)
     pickled, operands = pack(args, {})
-    call = Call(callee_of(function, name), Options(ASK, random=random), pickled, operands, home, user_line())
+    call = Call(
+        callee_of(function, name),
+        Options(OWN if own else ASK, random=random),
+        pickled,
+        operands,
+        home,
+        user_line(),
+    )
     question = call.ask()
     # Whoever was interrupted while it waited asks again, so the answer must be kept until then.
     question[0].when_done(_kept)

@@ -12,7 +12,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..errors import InternalError, NotSupportedError, ProtocolError, UsageError
-from ..log.handle import Handle, HeldStorage, Residence, Storage, next_ref
+from ..log.handle import Handle, Residence, Storage, lent_storage, next_ref
+from ..log.order import Memory
 from ..log.replies import is_spec
 from ..log.spec import NO_TENSOR, Spec, spec_from_wire, spec_of
 from ..tensors.tensor import DistributedTensor
@@ -23,7 +24,9 @@ OBJECT = "object"
 END = "end"
 # An object that is None, as a whole or in an object of a class that is opened.
 NOTHING = "nothing"
-_OWN, FIRST_NAME = -1, 1 << 20
+# The memory of a result is its own, as its example says or as the worker has said. It is an operand's, from 0
+# on. Or it has a name.
+_DECLARED, _OWN, FIRST_NAME = -2, -1, 1 << 20
 _DEEPEST = 16
 
 
@@ -105,7 +108,7 @@ def repeats(structure: object) -> bool:
     """
     if structure == END or has_nothing(structure):
         return False
-    return all(not fields or memory_of(fields) < FIRST_NAME for fields in leaves(structure))
+    return not any(map(is_lent, leaves(structure)))
 
 
 def memory_of(fields: Sequence[object]) -> int:
@@ -119,26 +122,50 @@ def wants_grad(fields: Sequence[object]) -> bool:
     return bool(fields) and fields[-2] is True
 
 
+def is_lent(fields: Sequence[object]) -> bool:
+    """Whether a leaf is a tensor in memory that the worker's own Python holds."""
+    return bool(fields) and memory_of(fields) >= FIRST_NAME
+
+
 def is_fresh(structure: object) -> bool:
     """Whether a result has tensors only, in memory of their own."""
-    return all(bool(fields) and memory_of(fields) == _OWN for fields in leaves(structure))
+    return all(bool(fields) and memory_of(fields) < 0 for fields in leaves(structure))
+
+
+def owner_of(operands: Sequence[Handle]) -> Storage | None:
+    """Return the memory of the first object among operands: what a call returns of objects is in it."""
+    return next((handle.storage for handle in operands if handle.spec is NO_TENSOR), None)
+
+
+def object_in(owner: Storage | None, home: Residence) -> Handle:
+    """Return the handle of a new object, which is a part of another one if there is one."""
+    return Handle(next_ref(), NO_TENSOR, home, owner or Storage(NO_TENSOR))
+
+
+def kept_by(operands: Sequence[Handle], made: Sequence[Handle]) -> list[Memory]:
+    """Return what counts as one memory after a call, an object's first; nothing where it has no object."""
+    objects = [handle.storage for handle in (*operands, *made) if handle.spec is NO_TENSOR]
+    if not objects:
+        return []
+    return list(dict.fromkeys((*objects, *(handle.storage for handle in operands))))
 
 
 def handles_of(structure: object, home: Residence, operands: Sequence[Handle]) -> list[Handle]:
     """Return a new handle for each leaf, in the memory that it is in."""
+    owner = owner_of(operands)
     found = []
     for fields in leaves(structure):
         if not fields:
-            found.append(Handle(next_ref(), NO_TENSOR, home, Storage(NO_TENSOR)))
+            owner = owner or Storage(NO_TENSOR)
+            found.append(Handle(next_ref(), NO_TENSOR, home, owner))
             continue
         spec, memory = spec_from_wire(list(fields[:5])), memory_of(fields)
-        if memory == _OWN:
+        if memory < 0:
             storage = Storage(spec)
         elif memory < FIRST_NAME:
             storage = operands[memory].storage
         else:
-            held = home.memories.get(memory) or HeldStorage(spec)
-            storage = home.memories[memory] = held
+            storage = lent_storage(spec, home, memory)
         found.append(Handle(next_ref(), spec, home, storage))
     return found
 
@@ -190,7 +217,7 @@ def _of_example(returns: object) -> object:
     if isinstance(returns, torch.Tensor):
         handle = getattr(returns, "_handle", None)
         spec: Spec = handle.spec if isinstance(handle, Handle) else spec_of(returns)
-        return ["tensor", *spec.wire(), returns.requires_grad, _OWN]
+        return ["tensor", *spec.wire(), returns.requires_grad, _DECLARED]
     if isinstance(returns, (tuple, list)) and type(returns) in (tuple, list):
         return [type(returns).__name__, *map(_of_example, returns)]
     tree = opened(returns)

@@ -95,6 +95,8 @@ class Memory:
 
     poisoned: bool = False
     meshes: set[int] = field(default_factory=set)
+    # An object has handed it out, so that this process may know two tensors in it for two memories.
+    lent: bool = False
 
 
 @dataclass(eq=False)
@@ -135,6 +137,16 @@ class Kept:
 
 
 @dataclass(eq=False)
+class Keeping:
+    """An object on a worker that holds memory of one of the program's values, and its local twin."""
+
+    place: dr.Place
+    remote: Any
+    local: Keeper
+    memory: Memory
+
+
+@dataclass(eq=False)
 class Wanted:
     """Something that has been asked for and will be read: what it must be."""
 
@@ -149,8 +161,13 @@ class World:
     session has only one of.
     """
 
-    def __init__(self, folder: Path, real: bool = False) -> None:
-        """`real` says that what is no CPU is a device of its own, with its own draws and its own failures."""
+    def __init__(self, folder: Path, real: bool = False, about: str = "", streams: int | None = None) -> None:
+        """`real` says that what is no CPU is a device of its own, with its own draws and its own failures.
+
+        Programs are `about` the operations of the class of this name, besides the plain ones, and have so
+        many `streams` of each place; otherwise each program draws that.
+        """
+        self.about, self.of_each = about, streams
         table = dr.nodes()
         self.folder = folder
         self.nodes = len(table)
@@ -245,6 +262,7 @@ class Base:
         self.wholes: list[Whole] = []
         self.wanted: list[Wanted] = []
         self.objects: list[Kept] = []
+        self.keepers: list[Keeping] = []
         self.works: list[Any] = []
         self.events: list[dr.Event] = []
         self.mail: list[tuple[int, dr.Place, Value]] = []
@@ -256,6 +274,7 @@ class Base:
         self.wrong: list[Wrong] = []
         self._name = itertools.count().__next__
         streams = self.random.choice((0, 1, 2, 2))
+        streams = streams if world.of_each is None else world.of_each
         self.streams = {place: [dr.Stream(place) for _ in range(streams)] for place in world.places}
         self.mesh_streams = [
             [dr.Stream(mesh.device)] if streams and self.random.random() < 0.5 and world.streams(mesh) else []
@@ -808,7 +827,8 @@ class Reading(Base):
             here, there = value.local.untyped_storage(), got.untyped_storage()
             for other, one in zip(chosen[:k], loaded):
                 shared = other.local.untyped_storage().data_ptr() == here.data_ptr()
-                if (one.untyped_storage().data_ptr() == there.data_ptr()) is not shared:
+                known = not (shared and value.memory.lent)
+                if known and (one.untyped_storage().data_ptr() == there.data_ptr()) is not shared:
                     self.differs(
                         f"{other} and {value} share memory: {shared}, and in a file they do not agree"
                     )
@@ -1805,9 +1825,56 @@ class Total:
         self.total.mul_(2)
 
 
+class Keeper:
+    """An object that keeps what it is given, hands it out, and writes it."""
+
+    def __init__(self, held: torch.Tensor) -> None:
+        self.held = held
+
+    def keep(self, x: torch.Tensor) -> None:
+        self.held = x
+
+    def keep_and_return(self, x: torch.Tensor) -> torch.Tensor:
+        self.held = x
+        return x
+
+    def share(self, other: Keeper) -> None:
+        self.held = other.held
+
+    def give(self) -> torch.Tensor:
+        return self.held
+
+    def part(self) -> torch.Tensor:
+        return self.held[2:]
+
+    def copied(self) -> torch.Tensor:
+        return self.held * 3
+
+    def add(self, k: int) -> None:
+        self.held.add_(k)
+
+    def add_and_give(self, x: torch.Tensor) -> torch.Tensor:
+        self.held.add_(x)
+        return self.held
+
+    def itself(self) -> Keeper:
+        return self
+
+
+def _add_held(x: torch.Tensor, keeper: Keeper) -> torch.Tensor:
+    x.sub_(keeper.held)
+    return x
+
+
+def _wrapped(keeper: Keeper) -> dict[str, Keeper]:
+    return {"keeper": keeper}
+
+
 # The functions are made once, so that what is known of their results meets other programs' operands.
 _remote = {fn: dr.remote(fn) for fn in (_scaled, _both, _tail, _items, _paired)}
 _total = dr.remote(Total)
+_keeper = dr.remote(Keeper)
+_give, _add_of, _wrap = dr.remote(Keeper.give), dr.remote(_add_held), dr.remote(_wrapped)
 
 
 class Calling(Base):
@@ -1997,6 +2064,115 @@ class Calling(Base):
         self.keep_whole(w.mesh, remote, locals_, [Memory() for _ in locals_])
 
 
+class Lending(Calling):
+    """Objects that keep memory of the program's values, and hand it out."""
+
+    def keepable(self, place: dr.Place) -> Value:
+        """Pick a value that a keeper may keep: all are alike, so that what is known of results holds."""
+        found = self.like(Value("", place, None, torch.zeros(LENGTH, dtype=torch.int64), Memory()), place)
+        good = not found.memory.poisoned and type(found.remote) is DistributedTensor
+        return found if good else self.new(place, (LENGTH,), torch.int64)
+
+    def keeper(self) -> Keeping | None:
+        """Pick an object whose memory is healthy."""
+        self.keepers = [one for one in self.keepers if not one.memory.poisoned]
+        return self.random.choice(self.keepers) if self.keepers else None
+
+    def slowly(self, place: dr.Place) -> None:
+        """Delay what comes next on the current stream."""
+        if self.chance(0.4):
+            torch.ones(300, 300, dtype=torch.float32, device=REMOTE).matmul(
+                torch.ones(300, 300, dtype=torch.float32, device=REMOTE)
+            )
+
+    @operation(1.5)
+    def keeper_new(self) -> None:
+        a = self.keepable(self.place())
+        self.say(a)
+        with self.with_object(a.place):
+            self.keepers.append(Keeping(a.place, _keeper(a.remote), Keeper(a.local), a.memory))
+
+    @operation(1.5)
+    def keeper_keeps(self) -> None:
+        if (kept := self.keeper()) is None:
+            return
+        a, returned = self.keepable(kept.place), self.chance(0.5)
+        self.say(a, returned)
+        with self.with_object(kept.place):
+            self.slowly(kept.place)
+            remote = kept.remote.keep_and_return(a.remote) if returned else kept.remote.keep(a.remote)
+        kept.local.keep(a.local)
+        kept.memory = a.memory
+        if returned:
+            self.keep(kept.place, remote, a.local, view_of=a)
+
+    @operation(1)
+    def keepers_share(self) -> None:
+        if (kept := self.keeper()) is not None:
+            others = [one for one in self.keepers if one.place == kept.place]
+            other = self.random.choice(others)
+            with self.with_object(kept.place):
+                self.slowly(kept.place)
+                kept.remote.share(other.remote)
+            kept.local.share(other.local)
+            kept.memory = other.memory
+
+    @operation(2)
+    def keeper_gives(self) -> None:
+        """What it gives is the memory that it holds; a declared result is a copy."""
+        if (kept := self.keeper()) is None:
+            return
+        form = self.random.choice(("give", "part", "held", "declared", "copied"))
+        self.say(form)
+        local = kept.local.held
+        with self.with_object(kept.place):
+            self.slowly(kept.place)
+            if form == "declared":
+                remote: Any = _give.options(returns=torch.empty(LENGTH, dtype=torch.int64))(kept.remote)
+            else:
+                remote = kept.remote.held if form == "held" else getattr(kept.remote, form)()
+        if form in ("declared", "copied"):
+            self.keep(kept.place, remote, local.clone() if form == "declared" else local * 3)
+        else:
+            kept.memory.lent = True
+            shared = Value("", kept.place, None, local, kept.memory)
+            self.keep(kept.place, remote, local[2:] if form == "part" else local, view_of=shared)
+
+    @operation(4)
+    def keeper_writes(self) -> None:
+        if (kept := self.keeper()) is None:
+            return
+        k, form = self.random.randrange(1, 9), self.random.randrange(4)
+        a = self.keepable(kept.place)
+        self.say(form, k, a)
+        with self.with_object(kept.place):
+            self.slowly(kept.place)
+            if form == 0:
+                kept.remote.add(k)
+            elif form == 1:
+                kept.remote.itself().add(k)
+            elif form == 2:
+                _wrap(kept.remote)["keeper"].add(k)
+            else:
+                # Nobody has a proxy of what it gives, once its sum is on the way.
+                total = kept.remote.add_and_give(a.remote).sum(0, keepdim=True)
+        if form < 3:
+            kept.local.add(k)
+        else:
+            self.keep(kept.place, total, kept.local.add_and_give(a.local).sum(0, keepdim=True))
+
+    @operation(1)
+    def keeper_is_read_by_a_function(self) -> None:
+        if (kept := self.keeper()) is None:
+            return
+        a = self.keepable(kept.place)
+        self.say(a)
+        with self.with_object(kept.place):
+            self.slowly(kept.place)
+            remote: Any = _add_of(a.remote, kept.remote)
+        self.keep(kept.place, remote, _add_held(a.local, kept.local), view_of=a)
+
+
 class Ranks(Base):
     """Functions of `dr.spmd` on the mesh of all nodes' CPUs, whose members' processes all programs share."""
 
@@ -2082,6 +2258,7 @@ class Living(Base):
         self.wholes.clear()
         self.events.clear()
         self.objects.clear()
+        self.keepers.clear()
 
     @operation(0.1)
     def collect(self) -> None:
@@ -2282,7 +2459,7 @@ class Program(
     Defaulting,
     Determined,
     Deriving,
-    Calling,
+    Lending,
     Ranks,
     Stored,
     Living,
@@ -2323,13 +2500,16 @@ class Program(
         Many lack some, or are about one subject, so that rare things meet.
         """
         subject = self.random.choice((None, None, *type(self).__bases__))
+        subject = globals()[self.world.about] if self.world.about else subject
         quiet = self.random.choice((0.0, 0.0, 0.2, 0.5))
         weights = {}
         for name in dir(type(self)):
+            about = (Elementwise, Reading, Streaming, globals().get(self.world.about, Program))
+            if not any(hasattr(one, name) for one in about):
+                continue
             if weight := float(getattr(getattr(type(self), name), "weight", 0)):
-                more = self.random.choice((1, 1, 1, 4)) * (
-                    5 if subject is not None and hasattr(subject, name) else 1
-                )
+                liked = subject is not None and hasattr(subject, name)
+                more = self.random.choice((1, 1, 1, 4)) * (5 if liked else 1)
                 weights[name] = 0.0 if self.chance(quiet) else weight * more
         return weights
 

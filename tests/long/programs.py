@@ -3,6 +3,7 @@
     PYTHONPATH=.:worker:tests/help python tests/long/programs.py --seconds 600 --threads 2 --seed 1
     PYTHONPATH=.:worker:tests/help python tests/long/programs.py --programs 20000 --publish --masters 2
     PYTHONPATH=.:worker:tests/help python tests/long/programs.py --programs 500 --trace
+    PYTHONPATH=.:worker:tests/help python tests/long/programs.py --programs 2000 --about Lending --streams 3
     PYTHONPATH=.:worker:tests/help python tests/long/programs.py --only 1000003 --repeat 100
 
 With `--masters 2` another process runs programs of its own on the same workers, and a third reads what this
@@ -62,6 +63,8 @@ def options() -> argparse.Namespace:
         "--patience", type=float, default=120, help="seconds for which a thread may do nothing"
     )
     parser.add_argument("--only", type=int, help="run this one program, by its own seed")
+    parser.add_argument("--about", default="", help="a class of operations that they are about: Lending")
+    parser.add_argument("--streams", type=int, help="how many streams each place has in every program")
     parser.add_argument("--repeat", type=int, default=1, help="how often to run it")
     parser.add_argument("--keep", help="of its operations only these: 3,7,12")
     parser.add_argument("--workers", help=argparse.SUPPRESS)  # addresses, for the other masters
@@ -88,7 +91,7 @@ def main() -> int:
             with session:
                 if given.read is not None:
                     return read(given.read)
-                world = World(folder, given.real)
+                world = World(folder, given.real, given.about, given.streams)
                 with others(given, addresses, active_session().name) as failed:
                     tally = one(given, world) if given.only is not None else many(given, world)
                 failures_are_known()
@@ -146,6 +149,10 @@ def others(given: argparse.Namespace, addresses: list[str], owner: str) -> Itera
             "--patience",
             str(given.patience),
         ]
+        if given.about:
+            limits += ["--about", given.about]
+        if given.streams is not None:
+            limits += ["--streams", str(given.streams)]
         lines.append(
             [*command, *limits, "--threads", str(given.threads), "--seed", str(given.seed + 1_000_000 * k)]
         )

@@ -14,7 +14,7 @@ import linecache
 import operator
 import os
 import pickle
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
@@ -34,13 +34,18 @@ from . import hosting, iteration
 from .parcel import assembled
 from .running import Around
 from .skeleton import Real, arguments, load, missing
-from .structure import END, Memories, can_be_proxy, described, leaves
+from .structure import END, Memories, can_be_proxy, described, leaves, owned, strangers
 
 # Numpy has these dtypes, too.
 _OF_NUMPY = {
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
 }
+_COPIED = (
+    "{} returned a tensor in memory that somebody else holds (an object, a global, or an argument), and for "
+    "operands of these sizes it has returned other memory before: this one is a copy. "
+    'Say returns="ask" to share the memory, or return x.clone()'
+)
 # A pickle of up to so many bytes is replied itself; a larger one is a tensor of bytes, which a fetch brings.
 INLINE = 1 << 14
 
@@ -180,7 +185,8 @@ class Calls:
     ) -> object:
         """Call a function; return the leaves of its result, as `promised`.
 
-        Where "ask" is promised, return the whole result, its structure, and the tape. `wanted` says which
+        Where "ask" is promised, return the whole result, its structure, and the tape; where "own" is, what
+        somebody else holds is a copy. `wanted` says which
         operands' gradients will be wanted; the tape is last then. `modes` says whether the body records for
         autograd, and which dtype an autocast around it has, if there is one.
         """
@@ -201,17 +207,29 @@ class Calls:
         function = what.value if isinstance(what, Held) else self._own.get(what) or _named(what)
         data = bytes(pickled.numpy()) if isinstance(pickled, torch.Tensor) else pickled
         args, kwargs = arguments(data, given, self._device)
+        box = list[object]()
+
+        def elsewhere() -> dict[int, bool]:
+            # An object, and what is asked about, is what it is.
+            if isinstance(promised, str):
+                return {}
+            return strangers(box, promised, operands, wanted is not None)
+
         with gate or _no_gate, torch.set_grad_enabled(bool(modes[0])), _autocast(modes[1], given):
-            box = [self._run(name, function, args, kwargs, timeout)]
-        if promised == "ask":
+            copied = self._run(name, function, args, kwargs, timeout, box, elsewhere)
+        if promised in ("ask", "own"):
             told = self._told(box, operands, wanted is not None)
             result = box.pop()
+            if promised == "own":
+                result, told = owned(result, told, name)
             tape = None if gate is None else CallTape(gate, inputs, leaves(result, told, name))
             return [Held(result), told, tape]
         result = box.pop()
         if isinstance(promised, str):
             return Held(result)
         found = [*leaves(result, promised, name)]
+        for k in copied:
+            found[k] = _copied(found[k])
         if gate is None:
             return found
         return [*map(_detached, found), CallTape(gate, inputs, found)]
@@ -223,14 +241,21 @@ class Calls:
         args: Sequence[object],
         kwargs: Mapping[str, object],
         timeout: float | None,
-    ) -> object:
+        box: list[object],
+        elsewhere: Callable[[], dict[int, bool]],
+    ) -> dict[int, bool]:
+        """Put what a call returns into the box. Return which of its tensors are `elsewhere`, and warn."""
         call: Operator = function  # type: ignore[assignment]
         # What interrupts the call may strike anywhere up to the end of `finish`.
         running = self._around.call(name, timeout)
         try:
             try:
                 running.begin()
-                return _awaited(call(*args, **kwargs))
+                box.append(_awaited(call(*args, **kwargs)))
+                found = elsewhere()
+                if any(found.values()):
+                    running.warn("UserWarning", _COPIED.format(name))
+                return found
             finally:
                 running.finish()
         except BaseException as error:
@@ -309,6 +334,14 @@ _plainly = nullcontext()
 
 def _value(operand: object) -> object:
     return operand.value if isinstance(operand, Held) else operand
+
+
+def _copied(leaf: object) -> object:
+    """Return a tensor's value in memory of its own."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    with torch.set_grad_enabled(leaf.requires_grad):
+        return leaf.clone()
 
 
 def _detached(leaf: object) -> object:

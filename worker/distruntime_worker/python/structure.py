@@ -8,12 +8,15 @@ knows. `distruntime/python/structure.py` is the other end.
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map
 
 from distruntime.errors import UsageError
 from distruntime.wire.codec import opened
@@ -27,8 +30,9 @@ OBJECT = "object"
 END = "end"
 # A result that is None as a whole, or None in an object of a class that is opened.
 NOTHING = "nothing"
-# The memory of a result is its own; it is an operand's, from 0 on; or it has a name from `Memories`.
-_OWN, _FIRST_NAME = -1, 1 << 20
+# The memory of a result is its own, as was declared or as this worker has said. It is an operand's, from 0
+# on. Or it has a name from `Memories`.
+_DECLARED, _OWN, _FIRST_NAME = -2, -1, 1 << 20
 # Tensors are looked for to this depth; what is further down stays an object.
 _DEEPEST = 16
 # A tuple without tensors is opened if it has so many items at most.
@@ -44,9 +48,15 @@ class Memories:
     def __init__(self) -> None:
         self._named: dict[int, tuple[StorageWeakRef, int]] = {}
         self._next = _FIRST_NAME
+        # Streams have threads of their own.
+        self._lock = threading.Lock()
 
     def name(self, storage: torch.UntypedStorage) -> int:
         """Return the name of a memory."""
+        with self._lock:
+            return self._name(storage)
+
+    def _name(self, storage: torch.UntypedStorage) -> int:
         known = self._named.get(storage._cdata)
         if known is not None and not known[0].expired():
             return known[1]
@@ -109,53 +119,145 @@ _probe = [torch.empty(0)]
 _ALONE = sys.getrefcount(_probe[0])
 
 
-def described(box: list[object], operands: Sequence[object], memories: Memories, recorded: bool) -> Plain:
-    """Return the structure of a result: the one item of `box`, so that nothing else here holds it."""
-    given = [
+def _operands_memory(operands: Sequence[object]) -> list[int]:
+    return [
         operand.untyped_storage()._cdata if isinstance(operand, torch.Tensor) else 0 for operand in operands
     ]
 
-    def memory(parts: _Parts, key: object, alone: int) -> int:
-        value: torch.Tensor = parts[key]  # type: ignore[assignment, call-overload]
-        storage = value.untyped_storage()
-        if storage._cdata in given:
-            return given.index(storage._cdata)
-        # Besides Python's object for the storage, the tensor holds it. What autograd has saved of a computed
-        # value is guarded by its version counter.
-        only = torch._C._storage_Use_Count(storage._cdata) <= 2 and _holders(value) == 1
-        computed = recorded and value.grad_fn is not None and not value._is_view()
-        del value
-        if (only or computed) and sys.getrefcount(parts[key]) <= alone:  # type: ignore[call-overload]
-            return _OWN
-        return memories.name(storage)
 
-    def part(parts: _Parts, key: object, alone: int) -> Plain:
-        """`alone` is how many references a part has that nobody else holds. It is 0 where somebody may."""
-        kind = type(parts[key])  # type: ignore[call-overload]
-        if issubclass(kind, torch.Tensor) and can_be_proxy(parts[key]):  # type: ignore[call-overload]
-            # The memory is looked at first: an argument that waits on the stack holds the tensor.
-            whose = memory(parts, key, alone)
-            tensor: torch.Tensor = parts[key]  # type: ignore[assignment, call-overload]
-            return ["tensor", *spec_fields(tensor), tensor.requires_grad, whose]
-        if not _opened(parts[key]):  # type: ignore[call-overload]
-            return OBJECT
-        # Whoever else holds a container holds its tensors.
-        inner = _ALONE if sys.getrefcount(parts[key]) <= alone else 0  # type: ignore[call-overload]
-        value: _Parts = parts[key]  # type: ignore[assignment, call-overload]
-        if type(value) is dict:
-            return ["dict", [*map(_plain_key, value)], *[part(value, name, inner) for name in value]]
-        if type(value) in (tuple, list):
-            return [kind.__name__, *[part(value, k, inner) for k in range(len(value))]]
-        found = opened(value)
-        assert found is not None
-        # The object holds its parts as well, if they are not its items.
-        within = Counter(map(id, () if found.parts is value else _held_by(value)))
-        counts = [inner and inner + within[id(item)] for item in found.parts]
-        items = found.parts
-        shown = [NOTHING if items[k] is None else part(items, k, count) for k, count in enumerate(counts)]
-        return ["class", found.name, found.context, *shown]
+def _memory(parts: _Parts, key: object, alone: int, given: list[int], recorded: bool) -> int | None:
+    """Return whose memory a tensor is in: its own, or an operand's. None: somebody else holds it.
 
-    return NOTHING if box[0] is None else part(box, 0, _ALONE)
+    `alone` is how many references a part has that nobody else holds. It is 0 where somebody may.
+    """
+    value: torch.Tensor = parts[key]  # type: ignore[assignment, call-overload]
+    storage = value.untyped_storage()._cdata
+    if storage in given:
+        return given.index(storage)
+    # Besides Python's object for the storage, the tensor holds it. What autograd has saved of a computed
+    # value is guarded by its version counter.
+    only = torch._C._storage_Use_Count(storage) <= 2 and _holders(value) == 1
+    computed = recorded and value.grad_fn is not None and not value._is_view()
+    del value
+    if (only or computed) and sys.getrefcount(parts[key]) <= alone:  # type: ignore[call-overload]
+        return _OWN
+    return None
+
+
+def described(box: list[object], operands: Sequence[object], memories: Memories, recorded: bool) -> Plain:
+    """Return the structure of a result: the one item of `box`, so that nothing else here holds it."""
+    if box[0] is None:
+        return NOTHING
+    return _described(box, 0, _ALONE, _operands_memory(operands), memories, recorded)
+
+
+def _described(
+    parts: _Parts, key: object, alone: int, given: list[int], memories: Memories | None, recorded: bool
+) -> Plain:
+    """Return the structure of a part; without `memories`, what others hold gets no name of its own."""
+
+    def part(inside: _Parts, name: object, alone: int) -> Plain:
+        return _described(inside, name, alone, given, memories, recorded)
+
+    kind = type(parts[key])  # type: ignore[call-overload]
+    if issubclass(kind, torch.Tensor) and can_be_proxy(parts[key]):  # type: ignore[call-overload]
+        # The memory is looked at first: an argument that waits on the stack holds the tensor.
+        whose = _memory(parts, key, alone, given, recorded)
+        tensor: torch.Tensor = parts[key]  # type: ignore[assignment, call-overload]
+        if whose is None:
+            whose = _FIRST_NAME if memories is None else memories.name(tensor.untyped_storage())
+        return ["tensor", *spec_fields(tensor), tensor.requires_grad, whose]
+    if not _opened(parts[key]):  # type: ignore[call-overload]
+        return OBJECT
+    # Whoever else holds a container holds its tensors.
+    inner = _ALONE if sys.getrefcount(parts[key]) <= alone else 0  # type: ignore[call-overload]
+    value: _Parts = parts[key]  # type: ignore[assignment, call-overload]
+    if type(value) is dict:
+        return ["dict", [*map(_plain_key, value)], *[part(value, name, inner) for name in value]]
+    if type(value) in (tuple, list):
+        return [kind.__name__, *[part(value, k, inner) for k in range(len(value))]]
+    found = opened(value)
+    assert found is not None
+    # The object holds its parts as well, if they are not its items.
+    within = Counter(map(id, () if found.parts is value else _held_by(value)))
+    counts = [inner and inner + within[id(item)] for item in found.parts]
+    items = found.parts
+    shown = [NOTHING if items[k] is None else part(items, k, count) for k, count in enumerate(counts)]
+    return ["class", found.name, found.context, *shown]
+
+
+def owned(result: object, told: Plain, name: str) -> tuple[object, Plain]:
+    """Return a result and its structure, with copies of the tensors that somebody else holds."""
+    memories = [*_memories_in(told)]
+    if all(memory < _FIRST_NAME for memory in memories):
+        return result, told
+    tensors = [leaf for leaf in leaves(result, told, name) if isinstance(leaf, torch.Tensor)]
+    held = {id(leaf) for leaf, memory in zip(tensors, memories) if memory >= _FIRST_NAME}
+
+    def apart(leaf: object) -> object:
+        return leaf.clone() if isinstance(leaf, torch.Tensor) and id(leaf) in held else leaf
+
+    return tree_map(apart, result), _apart(told)
+
+
+def _apart(told: Plain) -> Plain:
+    """Return a structure in which nobody else holds a tensor."""
+    match told:
+        case ["tensor", *fields, int(memory)] if memory >= _FIRST_NAME:
+            return ["tensor", *fields, _OWN]
+        case ["tuple" | "list" as kind, *parts]:
+            return [kind, *map(_apart, parts)]
+        case ["dict", list(keys), *parts]:
+            return ["dict", keys, *map(_apart, parts)]
+        case ["class", str(name), str(context), *parts]:
+            return ["class", name, context, *map(_apart, parts)]
+    return told
+
+
+def strangers(
+    box: list[object], promised: Plain, operands: Sequence[object], recorded: bool
+) -> dict[int, bool]:
+    """Return which tensors of a result, in the order of `leaves`, are in other memory than was promised.
+
+    Say of each whether this worker has said so; otherwise it was declared. The result is the one item of
+    `box`. Memory of its own does no harm where another one was promised.
+    """
+    given = _operands_memory(operands)
+    found, number = dict[int, bool](), count()
+
+    def compare(real: int | None, expected: int) -> None:
+        this = next(number)
+        if real not in (expected, _OWN):
+            found[this] = expected != _DECLARED
+
+    def look(parts: _Parts, key: object, alone: int, promised: Plain) -> None:
+        match promised:
+            case ["tensor", *_, int(expected)]:
+                if isinstance(parts[key], torch.Tensor):  # type: ignore[call-overload]
+                    compare(_memory(parts, key, alone, given, recorded), expected)
+            case ["class", *_]:
+                told = _described(parts, key, alone, given, None, recorded)
+                for real, expected in zip(_memories_in(told), _memories_in(promised)):
+                    compare(real, expected)
+            case ["tuple" | "list", *inside] | ["dict", list(_), *inside]:
+                inner = _ALONE if sys.getrefcount(parts[key]) <= alone else 0  # type: ignore[call-overload]
+                value: _Parts = parts[key]  # type: ignore[assignment, call-overload]
+                # What has other parts is an error in `leaves`.
+                if isinstance(value, (dict, tuple, list)) and len(value) == len(inside):
+                    for name, part in zip(value if isinstance(value, dict) else range(len(inside)), inside):
+                        look(value, name, inner, part)
+
+    look(box, 0, _ALONE, promised)
+    return found
+
+
+def _memories_in(structure: Plain) -> Iterator[int]:
+    match structure:
+        case ["tensor", *_, int(memory)]:
+            yield memory
+        case ["tuple" | "list", *parts] | ["dict", list(_), *parts] | ["class", str(_), str(_), *parts]:
+            for part in parts:
+                yield from _memories_in(part)
 
 
 def _held_by(value: object) -> Iterator[object]:

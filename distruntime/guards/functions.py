@@ -17,7 +17,7 @@ _MODULES = frozenset(
     "unicodedata zlib binascii json _json pickle copyreg abc _abc typing re _sre _string string torch numpy "
     "decimal datetime weakref contextvars array types enum ast copy hashlib _hashlib _sha2 _md5 _imp _operator "
     "_functools _collections _bisect _heapq _statistics _pickle _datetime _weakref _contextvars _typing fractions "
-    "tensorly jaxtyping einops mmap ctypes _ctypes".split()
+    "mmap ctypes _ctypes sys".split()
 )
 # These of them are not.
 _NOT = frozenset(
@@ -28,6 +28,9 @@ _METHODS += (types.MethodWrapperType, types.ClassMethodDescriptorType)
 # Nothing that these of Python's own modules do decides what a function computes.
 _LIBRARY = os.path.dirname(os.__file__)
 _UNREAD = tuple(os.path.join(_LIBRARY, name) for name in ("importlib", "traceback", "linecache", "tokenize"))
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+# Where torch finds out what to call for an operator, and where it numbers its hooks.
+_UNREAD += tuple(os.path.join(_TORCH, name) for name in ("_library", "_ops.py", "utils/hooks.py"))
 # What these call by themselves (a clock, a lock) decides nothing. What they read may.
 _TRUSTED = tuple(os.path.join(_LIBRARY, name) for name in ("logging", "warnings", "threading", "weakref"))
 
@@ -61,7 +64,8 @@ def _module(function: object) -> str:
 
 def of_arguments(function: object) -> bool:
     """Whether a function gives what its arguments decide, and nothing else."""
-    return _module(function).split(".")[0] in _MODULES and getattr(function, "__name__", "") not in _NOT
+    name = getattr(function, "__name__", "")
+    return (_module(function).split(".")[0] in _MODULES and name not in _NOT) or name == "allocate_lock"
 
 
 def of_torch(function: object) -> bool:
@@ -77,12 +81,15 @@ def gives_again(function: object, arguments: tuple[object, ...]) -> bool:
     first = arguments[0] if arguments else None
     if isinstance(first, (contextvars.ContextVar, torch._C.Generator)):
         return len(arguments) == 1 and name in ("get", "initial_seed")
-    if not is_c(function) or not all(isinstance(one, _PLAIN) for one in arguments):
+    if not all(isinstance(one, _PLAIN) for one in arguments):
         return False
-    setting = _module(function).startswith("torch") and name.lstrip("_").startswith(("get_", "is_", "has_"))
-    return setting or (
-        _module(function) in ("posix", "nt", "_thread") and name in ("getpid", "getcwd", "get_ident")
-    )
+    module = _module(function)
+    asks = name.lstrip("_").startswith(("get_", "is_", "has_", "initial_seed"))
+    # One that was put there for the recording is no other time's.
+    asks = asks and "<locals>" not in getattr(function, "__qualname__", "")
+    setting = asks and module.startswith(("torch", __name__.partition(".")[0]))
+    here = module in ("posix", "nt", "_thread") and name in ("getpid", "getcwd", "get_ident")
+    return setting or here or (module == "sys" and name.startswith("get") and not arguments)
 
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
@@ -101,7 +108,7 @@ def draws(function: object) -> bool:
 @functools.lru_cache(maxsize=16384)
 def is_traced(file: str) -> bool:
     """Whether what code of a file reads is looked at: all but what this package reads."""
-    return file.startswith(_TORCH) or not file.startswith((_OWN, *_UNREAD))
+    return not file.startswith(_UNREAD) and (file.startswith(_TORCH) or not file.startswith(_OWN))
 
 
 @functools.lru_cache(maxsize=16384)
@@ -110,5 +117,4 @@ def is_trusted(file: str) -> bool:
     return file.startswith((_TORCH, *_TRUSTED))
 
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

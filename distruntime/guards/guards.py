@@ -61,7 +61,8 @@ def settings() -> tuple[object, ...]:
 class Guards:
     """The test of one plan.
 
-    `free` are the reads of floats that may change, and `steps` the tensors that count an optimizer's steps.
+    `free` are the reads of floats that may change, `steps` the tensors that count an optimizer's steps, and
+    `made` the objects that the recorded call has made, by id.
     `kept` are the tensors that a replay gives other values, and the objects that hold them, by path: nobody
     else may hold them.
     """
@@ -73,8 +74,9 @@ class Guards:
         kept: Mapping[str, object],
         free: Collection[Term],
         steps: Container[int],
+        made: Container[int],
     ) -> None:
-        self._seen = _to_watch(reach, reads, free, steps)
+        self._seen = _to_watch(reach, reads, free, steps, made)
         self._tensors = [anchored(tensor) for _, tensor in reach.tensors.values()]
         self._paths = [path for path, _ in reach.tensors.values()]
         self._handles = [*map(_handle, self._tensors)]
@@ -193,11 +195,16 @@ class Guards:
 
 
 def _to_watch(
-    reach: Reach, reads: Mapping[Key, Seen], free: Collection[Term], steps: Container[int]
+    reach: Reach,
+    reads: Mapping[Key, Seen],
+    free: Collection[Term],
+    steps: Container[int],
+    made: Container[int],
 ) -> list[Seen]:
     """Return what decides what the function does: what it has read, and the tensors that it can reach.
 
-    What C code reads of a tensor (a gradient, a hook) is seen by no tracer, so all of that counts.
+    What C code reads of a tensor (a gradient, a hook) is seen by no tracer, so all of that counts. So does what
+    stands in an object that the call itself has made: the next call may read it.
     """
     rest = dict(reads)
     freed: dict[Key, set[object]] = {}
@@ -217,7 +224,7 @@ def _to_watch(
         read = rest.pop(key_of(one), None)
         tensors = isinstance(one.holder, (Anchor, torch.Tensor)) or isinstance(one.held, Anchor)
         # torch's own C code reads the hooks of a tensor.
-        if read is not None or tensors or "_hooks" in one.path:
+        if read is not None or tensors or "_hooks" in one.path or id(one.owner) in made:
             found.append(one)
     return found + [one for one in rest.values() if one.held is not TENSOR]
 

@@ -13,10 +13,11 @@ import gc
 import mmap
 import operator
 import sys
+import threading
 import types
 import warnings
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import numpy as np
 import torch
@@ -53,10 +54,19 @@ _CODE = (
     types.CodeType,
 )
 _VIEWS = (type({}.keys()), type({}.values()), type({}.items()), types.MappingProxyType)
+# What these hold decides nothing, but for what their methods give.
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
 _BUFFERS = (np.ndarray, bytearray, memoryview, mmap.mmap, ctypes.Array, ctypes.Structure)
 # Python looks an attribute of these up in the object and in its class.
 _GENERIC = (object, dict, list, tuple, set, frozenset, str, bytes, int, float, complex, bytearray, deque)
-_GENERIC += (types.ModuleType, types.FunctionType, BaseException, OrderedDict, property)
+_GENERIC += (
+    types.ModuleType,
+    types.FunctionType,
+    types.SimpleNamespace,
+    BaseException,
+    OrderedDict,
+    property,
+)
 _DATA = (types.GetSetDescriptorType, types.MemberDescriptorType)
 # These take an object, and read nothing in it.
 _BLIND = frozenset(
@@ -75,9 +85,10 @@ _PICKLING = ("_pickle", "_json", "copyreg", "json", "pickle")
 class Reads:
     """What one call has read, of what was there before it."""
 
-    def __init__(self, base: int, numbers: Arithmetic) -> None:
+    def __init__(self, numbers: Arithmetic) -> None:
+        self.numbers = numbers
         # The id of the frame that calls the function.
-        self.base, self.numbers = base, numbers
+        self.base = 0
         # Each read, by its owner's id, its form and its key.
         self.found: dict[Key, Seen] = {}
         # Why each call must be recorded, with the object that it depends on, if there is one.
@@ -88,6 +99,8 @@ class Reads:
         # Frames that this call has begun, by id.
         self._begun: set[int] = set()
         self._bytes = 0
+        # The ids of objects that the call has made, once it is over.
+        self.made: Set[int] = frozenset()
         self.step_of: dict[str, Callable[[types.FrameType, Reading], None]] = {
             "global": self._global,
             "cell": self._cell,
@@ -145,7 +158,9 @@ class Reads:
             value = inner if inner is not None else getattr(value, "__func__", None)
         if isinstance(value, functools._lru_cache_wrapper):
             value = value.__wrapped__
-        if isinstance(value, types.FunctionType) and (id(value), "attribute", "__code__") not in self.found:
+        if not isinstance(value, types.FunctionType) or of_a_library(value.__code__.co_filename):
+            return
+        if (id(value), "attribute", "__code__") not in self.found:
             for name in ("__code__", "__defaults__", "__kwdefaults__"):
                 self.note(f"{value.__name__}.{name}", "attribute", value, name, getattr(value, name))
             self._whole(value.__kwdefaults__)
@@ -384,7 +399,7 @@ class Reads:
     def _whole(self, owner: object, frame: types.FrameType | None = None) -> None:
         """Note all that a container holds, a buffer's bytes, or that an iterator goes on."""
         kind = type(owner)
-        if kind in _FIXED or isinstance(owner, _CODE):
+        if kind in _FIXED or isinstance(owner, (*_CODE, *_LOCKS)):
             return
         if isinstance(owner, _CONTAINERS):
             self._dunders(kind)
@@ -571,10 +586,17 @@ class Reads:
 
     # -- the end ---------------------------------------------------------------------------------------------
 
-    def settle(self) -> list[str]:
-        """Let go of what only the call itself has held. Return the reasons that are left."""
+    def settle(self, made: Set[int]) -> list[str]:
+        """Let go of what the call itself has made, or has held alone. Return the reasons that are left.
+
+        `made` are the ids of objects that were not there before. What it has put there itself is no state that
+        it depends on.
+        """
         self._then.clear()
         self.numbers.settle()
+        self.made = made
+        self.found = {key: one for key, one in self.found.items() if not _of_made(one, made)}
+        self._reasons = {text: owner for text, owner in self._reasons.items() if id(owner) not in made}
         lone = object()
         # The variable, and the argument of the function that counts.
         spare = sys.getrefcount(lone)
@@ -628,6 +650,11 @@ class Reads:
             if now is MISSING and one.form != "item" and one.form != "class":
                 del self.found[key]
         return changed
+
+
+def _of_made(one: Seen, made: Set[int]) -> bool:
+    given = one.form == "given" and any(id(thing) in made for thing in one.key)  # type: ignore[attr-defined]
+    return given or id(one.holder) in made
 
 
 def _copied(one: Seen) -> Sequence[object]:

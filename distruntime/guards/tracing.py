@@ -11,9 +11,9 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import CodeType, FrameType
+from typing import ParamSpec, TypeVar
 
 from ..log.line import of_a_library
 from .functions import is_traced
@@ -23,22 +23,29 @@ from .reads import Reads
 _MONITORED = sys.version_info >= (3, 12)
 # The number of this tool among those that Python knows: debuggers, coverage and profilers have 0 to 2.
 _TOOL = 4
+P = ParamSpec("P")
+R = TypeVar("R")
 Local = Callable[[FrameType, str, object], object]
 
 
-@contextmanager
-def traced(reads: Reads) -> Iterator[None]:
-    """Let `reads` see what this thread's Python reads, until the end of the block."""
+def traced(reads: Reads, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function, and let `reads` see what this thread's Python reads meanwhile."""
+    reads.base = id(sys._getframe())
     if _MONITORED:
-        with _monitored(reads):
-            yield
-        return
-    tracer, before = _Tracer(reads), sys.gettrace()
-    sys.settrace(tracer.enter)
+        begin, end = _begin, _end
+    else:
+        begin, end = _begin_to_trace, sys.settrace
+    before = begin(reads)
     try:
-        yield
+        return function(*args, **kwargs)
     finally:
-        sys.settrace(before)
+        end(before)
+
+
+def _begin_to_trace(reads: Reads) -> object:
+    before = sys.gettrace()
+    sys.settrace(_Tracer(reads).enter)
+    return before
 
 
 def _looked_at(frame: FrameType, base: int) -> bool:
@@ -109,8 +116,7 @@ if _MONITORED:
     # What sees the reads of each thread that records.
     _reading: dict[int, Reads] = {}
 
-    @contextmanager
-    def _monitored(reads: Reads) -> Iterator[None]:
+    def _begin(reads: Reads) -> object:
         with _lock:
             if not _reading:
                 _monitoring.use_tool_id(_TOOL, "distruntime")
@@ -118,18 +124,21 @@ if _MONITORED:
                     _monitoring.register_callback(_TOOL, event, function)
                 _monitoring.restart_events()
                 _monitoring.set_events(_TOOL, _events.PY_START | _events.PY_RESUME)
+            before = _reading.get(threading.get_ident())
             _reading[threading.get_ident()] = reads
-        try:
-            yield
-        finally:
-            with _lock:
-                del _reading[threading.get_ident()]
-                if not _reading:
-                    _monitoring.set_events(_TOOL, 0)
-                    for code in _named:
-                        _monitoring.set_local_events(_TOOL, code, 0)
-                    _named.clear()
-                    _monitoring.free_tool_id(_TOOL)
+        return before
+
+    def _end(before: object) -> None:
+        with _lock:
+            del _reading[threading.get_ident()]
+            if isinstance(before, Reads):
+                _reading[threading.get_ident()] = before
+            if not _reading:
+                _monitoring.set_events(_TOOL, 0)
+                for code in _named:
+                    _monitoring.set_local_events(_TOOL, code, 0)
+                _named.clear()
+                _monitoring.free_tool_id(_TOOL)
 
     # The codes whose instructions Python tells of.
     _named: set[CodeType] = set()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from ..log.handle import Handle
 
 
 @contextmanager
-def young_cycles_end() -> Iterator[None]:
+def young_cycles_end() -> Iterator[Callable[[], set[int]]]:
     """Let go of the cycles that were made in the block, at its end, if it ends well.
+
+    It gives a function that returns the ids of the objects that were made since its begin and are still there.
 
     A whole collection looks at all objects of the process, some 0.2 s. What was there before is out of sight
     meanwhile, unless the user has put something out of sight himself: nobody could tell the two apart later.
@@ -19,12 +21,17 @@ def young_cycles_end() -> Iterator[None]:
     mine = not gc.get_freeze_count()
     if mine:
         gc.freeze()
+    old = set() if mine else _ids()
     try:
-        yield
+        yield lambda: _ids() - old
         gc.collect()
     finally:
         if mine:
             gc.unfreeze()
+
+
+def _ids() -> set[int]:
+    return set(map(id, gc.get_objects()))
 
 
 def still_held(refs: Collection[int]) -> set[int]:

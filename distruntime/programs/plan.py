@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -55,6 +55,8 @@ class Found:
     changed_paths: Sequence[str] = ()
     # It has read these.
     reads: Mapping[Key, Seen] = field(default_factory=dict)
+    # It has made the objects with these ids.
+    made: Set[int] = frozenset()
     # It has decided these by floats.
     decisions: Mapping[Term, object] = field(default_factory=dict)
 
@@ -78,7 +80,7 @@ class Plan:
         renewed = [by_ref[ref] for ref in kept]
         mine = set(map(id, renewed))
         alone: dict[str, object] = {path: tensor for path, tensor in paths.items() if id(tensor) in mine}
-        self.guards = Guards(found.after, reads, {**alone, **found.replaced}, free, run.steps)
+        self.guards = Guards(found.after, reads, {**alone, **found.replaced}, free, run.steps, found.made)
         self.kinds = found.kinds
         self.carried = Carried(found.after, renewed, found.kinds)
         self._words = [number.words for number in numbers]

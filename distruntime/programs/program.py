@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Generic, ParamSpec, TypeVar, overload
@@ -217,15 +216,14 @@ class Program(Generic[P, R]):
         tapes: list[tuple[Log, Tape]] = []
         found: Stripped
         asked = recorded.asked = []
-        reads = Reads(id(sys._getframe()), terms)
+        reads = Reads(terms)
         try:
             tapes += [(log, log.begin_tape()) for log in session.logs]
-            with watched(self._name, first, lenient), noting() as notes, young_cycles_end():
-                with traced(reads):
-                    result = self._fn(*args, **kwargs)  # type: ignore[arg-type]
+            with watched(self._name, first, lenient), noting() as notes, young_cycles_end() as made:
+                result = traced(reads, self._fn, *args, **kwargs)  # type: ignore[arg-type]
                 found = stripped(result, names, self._name)
                 del result
-                reasons = reads.settle()
+                reasons = reads.settle(made())
         finally:
             for log, tape in tapes:
                 log.end_tape(tape)
@@ -308,6 +306,7 @@ class Program(Generic[P, R]):
                     replaced(before, after, state),
                     changed_paths,
                     reads.found,
+                    reads.made,
                     terms.decisions,
                 ),
                 self._compile,

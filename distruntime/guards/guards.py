@@ -6,7 +6,6 @@ import keyword
 import operator
 import re
 import sys
-import types
 from collections.abc import Callable, Collection, Container, Mapping
 
 import torch
@@ -157,11 +156,14 @@ class Guards:
 
         conditions: list[str] = []
         empty: list[object] = []
+        classes = _Classes()
         # These are the owners and values of an attribute, by whether the values are anchors.
         looped: dict[tuple[str, bool], tuple[list[object], list[object]]] = {}
         for one in self._seen:
             if one.form == "length" and one.value == 0:
                 empty.append(one.owner)
+            elif one.form == "class" and not isinstance(one.value, PLAIN):
+                classes.add(one)
             elif one.form == "attribute" and one.key in _LOOPED and isinstance(one.holder, Anchor):
                 _gather(looped, (f"thing.{one.key}", isinstance(one.held, Anchor)), one)
             elif one.form == "attribute" and one.key in _LOOPED_OF_ANY:
@@ -169,6 +171,7 @@ class Guards:
             else:
                 conditions.append(_condition(one, name))
         names["empty"], names["any"] = empty, any
+        conditions += classes.conditions(name)
         for (key, tensors), (owners, values) in looped.items():
             loop = f"map({name(operator.attrgetter(key))}, {name(owners)})"
             wanted = f"map(thing, {name(values)})" if tensors else name(values)
@@ -257,7 +260,7 @@ def _read(one: Seen, name: Callable[[object], str]) -> str:
         case "item":
             return f"{owner}[{_key(one, name)}]"
         case "class":
-            return f"{owner}.{key}" if _IDENTIFIER(key) else f"getattr({owner}, {name(one.key)})"
+            return f"looked_up({owner}, {key!r})"
         case "attribute":
             # A name such as "learning-rate" is fine for setattr, and is no Python.
             return f"{owner}.{key}" if _IDENTIFIER(key) else f"getattr({owner}, {name(one.key)})"
@@ -293,8 +296,6 @@ def _condition(one: Seen, name: Callable[[object], str]) -> str:
         return f"{_key(one, name)} not in {_text(one.holder, name)}"
     if one.form == "attribute" and value is MISSING:
         return f"not hasattr({_text(one.holder, name)}, {one.key!r})"
-    if one.form == "class" and not _is_plainly_there(one):
-        return f"looked_up({_text(one.holder, name)}, {one.key!r}) is {name(value)}"
     if one.form == "given" and isinstance(value, PLAIN):
         return f"same({read}, {name(value)})"
     if value is None or value is True or value is False:
@@ -304,15 +305,39 @@ def _condition(one: Seen, name: Callable[[object], str]) -> str:
     return f"{read} is {_text(one.held, name)}"
 
 
-def _is_plainly_there(one: Seen) -> bool:
-    """Whether a class gives what it has under a name as it is."""
-    value = one.value
-    itself = isinstance(value, _THEMSELVES) or not hasattr(type(value), "__get__")
-    return itself and value is not MISSING and type(one.owner) is type and not hasattr(type, str(one.key))
+class _Classes:
+    """What classes have under names, and under which names they have nothing: tests that loop in C."""
 
+    def __init__(self) -> None:
+        self._kinds: dict[type, None] = {}
+        self._there: dict[tuple[type, str], object] = {}
+        self._absent: dict[type, set[str]] = {}
 
-_THEMSELVES = (types.FunctionType, types.GetSetDescriptorType, types.MemberDescriptorType, property)
-_THEMSELVES += (types.MethodDescriptorType, types.WrapperDescriptorType)
+    def add(self, one: Seen) -> None:
+        """Note what a class has: the first of its bases that has the name, and that none before has it."""
+        kind, name = one.owner, str(one.key)
+        assert isinstance(kind, type)
+        self._kinds[kind] = None
+        for base in kind.__mro__:
+            if name in vars(base):
+                self._there[base, name] = one.value
+                break
+            self._absent.setdefault(base, set()).add(name)
+
+    def conditions(self, name: Callable[[object], str]) -> list[str]:
+        """Return the text of the tests."""
+        if not self._kinds:
+            return []
+        kinds, orders = list(self._kinds), [kind.__mro__ for kind in self._kinds]
+        views = [vars(kind).keys() for kind in self._absent]
+        spaces = [vars(kind) for kind, _ in self._there]
+        keys, values = [key for _, key in self._there], list(self._there.values())
+        there = f"map({name(operator.getitem)}, {name(spaces)}, {name(keys)})"
+        return [
+            f"all(map(is_, map({name(operator.attrgetter('__mro__'))}, {name(kinds)}), {name(orders)}))",
+            f"all(map({name(type({}.keys()).isdisjoint)}, {name(views)}, {name(list(self._absent.values()))}))",
+            f"all(map(is_, {there}, {name(values)}))",
+        ]
 
 
 def _text(thing: object, name: Callable[[object], str]) -> str:

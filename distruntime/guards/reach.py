@@ -113,7 +113,8 @@ class Reach:
         if isinstance(tensor._base, DistributedTensor):
             # A view keeps it, and so does whoever holds the view.
             self._tensor(f"{path}._base", tensor._base)
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        # A tensor that wants no gradient has no hooks.
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks") if tensor.requires_grad else ():
             hooks = getattr(tensor, name, None)
             self._note(f"{path}.{name}", "attribute", tensor, name, hooks)
 

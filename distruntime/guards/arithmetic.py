@@ -1,9 +1,9 @@
 """Numbers of a program that follow floats which may change, such as a learning rate with a schedule.
 
-While a call is recorded, each float is known by how it came about: a *term*. A term is a tuple: what it does, and
-what it does it with. A number whose value changes from one recording to the next follows the terms that have
-given it in both. All of them must agree in a replay. What was decided by a float is decided again, and must come
-out as it did.
+While a call is recorded, each float is known by how it came about: a *term*. A term is a tuple: what it does,
+and what it does it with. A number whose value changes from one recording to the next follows the terms that
+have given it in both. All of them must agree in a replay. What was decided by a float is decided again, and
+must come out as it did.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 
 from .seen import Key, Seen, same
 
-# ("read", key of a read, index in its tuple or None), ("argument", number), ("step", number of a tensor, what it
-# is ahead by), ("constant", value), ("either", terms), (a function, terms).
+# ("read", key of a read, index in its tuple or None), ("argument", number), ("step", id of a tensor, what it is
+# ahead by), ("constant", value), ("either", terms), (a function, terms).
 Term = tuple[object, ...]
 _OPERATORS: Mapping[str, Callable[..., object]] = {
     "+": operator.add,
@@ -232,7 +232,7 @@ def numbers_of(
         if kind == "constant":
             return rest[0]
         if kind == "argument":
-            found = leaves[rest[0]]  # type: ignore[index]
+            found = leaves[rest[0]]  # type: ignore[call-overload]
         elif kind == "read":
             found = reads[rest[0]].now()  # type: ignore[index]
             found = found if rest[1] is None else found[rest[1]]  # type: ignore[index]

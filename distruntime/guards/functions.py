@@ -1,4 +1,4 @@
-"""What is known of functions that are no Python: which ones give a result that their arguments alone decide."""
+"""What is known of functions that are no Python: which ones give what their arguments alone decide."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ import weakref
 
 import torch
 
-# Functions of these modules and methods of their types are functions of their arguments. Draws of random numbers
-# in this process are found by the states of its generators.
+# Functions of these modules and methods of their types are functions of their arguments. Draws of random
+# numbers in this process are found by the states of its generators.
 _MODULES = frozenset(
     "builtins math cmath operator itertools functools collections _struct struct bisect heapq statistics "
     "unicodedata zlib binascii json _json pickle copyreg abc _abc typing re _sre _string string torch numpy "
     "decimal datetime weakref contextvars array types enum ast copy hashlib _hashlib _sha2 _md5 _imp _operator "
-    "_functools _collections _bisect _heapq _statistics _pickle _datetime _weakref _contextvars _typing fractions "
-    "mmap ctypes _ctypes sys".split()
+    "_functools _collections _bisect _heapq _statistics _pickle _datetime _weakref _contextvars _typing "
+    "fractions mmap ctypes _ctypes sys".split()
 )
 # These of them are not.
 _NOT = frozenset(
     "input open now today utcnow default_rng seed initial_seed urandom read readline readlines recv".split()
 )
-_METHODS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-_METHODS += (types.MethodWrapperType, types.ClassMethodDescriptorType)
+_METHODS = (
+    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
+    *(types.MethodWrapperType, types.ClassMethodDescriptorType),
+)
 # Nothing that these of Python's own modules do decides what a function computes.
 _LIBRARY = os.path.dirname(os.__file__)
 _UNREAD = tuple(os.path.join(_LIBRARY, name) for name in ("importlib", "traceback", "linecache", "tokenize"))

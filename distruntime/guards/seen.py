@@ -125,8 +125,9 @@ def elements_of(owner: object) -> Iterable[object]:
     """Return what a container holds, whatever a class of the user's does when one asks it."""
     if isinstance(owner, dict):
         return map(functools.partial(dict.__getitem__, owner), keys_of(owner))
-    kind = next(kind for kind in (list, set, frozenset, deque) if isinstance(owner, kind))
-    return kind.__iter__(owner)  # type: ignore[no-any-return, attr-defined]
+    kinds: tuple[type[Iterable[object]], ...] = (list, set, frozenset, deque)
+    kind = next(kind for kind in kinds if isinstance(owner, kind))
+    return kind.__iter__(owner)  # type: ignore[arg-type]
 
 
 def same(one: object, other: object) -> bool:

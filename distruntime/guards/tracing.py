@@ -1,7 +1,7 @@
 """How the frames of a recorded call are looked at, instruction by instruction.
 
-Python 3.12 and later tell a tool of each instruction of a code that the tool has named. Before, a trace function
-is called for each instruction of a frame. A debugger's own function stands aside meanwhile.
+Python 3.12 and later tell a tool of each instruction of a code that the tool has named. Before, a trace
+function is called for each instruction of a frame. A debugger's own function stands aside meanwhile.
 """
 
 from __future__ import annotations

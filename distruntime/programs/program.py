@@ -229,16 +229,11 @@ class Program(Generic[P, R]):
                 log.end_tape(tape)
         recorded.name, recorded.first = self._name, first
         try:
-            drawn = "" if first else draws.require_unused(self._name)
+            drawn = draws.used()
             self._require_plain(session, tapes, args, kwargs, leaves, gradients)
             recording = record(tapes, notes, names, first, current)
-            if drawn:
-                recording.unfit = self.why = (
-                    f"{drawn} drew random numbers meanwhile, here or in another thread. A replay draws "
-                    "none: either draw on the worker, torch.rand(..., device=x.device), or pass the numbers"
-                )
-            if reasons:
-                recording.unfit = self.why = f"each call is recorded, since {reasons[0]}"
+            if drawn or reasons:
+                recording.unfit = self.why = f"each call is recorded, since {drawn or reasons[0]}"
             changed = reads.renew()
             steps = {key: tensor for key, (tensor, was) in counted.items() if tensor.item() == was + 1}
             after = Reach(roots)
@@ -288,7 +283,7 @@ class Program(Generic[P, R]):
         if odd:
             self.why = f"it left {odd} in another state than it found it in"
         elif same is not None and recording.acts:
-            changed = [tensor for tensor, version in versions if _version(tensor) != version]
+            wrote = [tensor for tensor, version in versions if _version(tensor) != version]
             plan = Plan(
                 run,
                 same,
@@ -298,8 +293,8 @@ class Program(Generic[P, R]):
                     after,
                     handles,
                     given,
-                    [t for t in changed if id(t) in after.tensors],
-                    [k for k, leaf in enumerate(leaves) if any(leaf is t for t in changed)],
+                    [t for t in wrote if id(t) in after.tensors],
+                    [k for k, leaf in enumerate(leaves) if any(leaf is t for t in wrote)],
                     [k for ref, k in arguments.items() if ref in paths],
                     memories,
                     kinds,
@@ -316,7 +311,7 @@ class Program(Generic[P, R]):
             plan.tries = self._kinds.tries_of(signature)
             new = self._kinds.keep(signature, plan, expected)
             # Whoever holds a tensor from here on is not of this call.
-            del before, after, known, memories, notes, versions, gradients, changed, found, handles
+            del before, after, known, memories, notes, versions, gradients, wrote, found, handles
             plan.guards.settle()
             again = "" if "agree yet" in why else f"{why}, so "
             self.why = f"{again}it was recorded, and agrees with one before: the next call is replayed"

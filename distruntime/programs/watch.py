@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-import io
-import os
-import pathlib
 import random
 import sys
 import threading
@@ -15,8 +11,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from ..errors import NotSupportedError
-from ..log.tape import not_in_a_program, recorded
+from ..log.tape import recorded
 
 _lock = threading.Lock()
 # So many functions are recorded now, in all threads.
@@ -44,13 +39,6 @@ def _begin() -> None:
             _put(
                 torch.cuda, "is_current_stream_capturing", _capturing(torch.cuda.is_current_stream_capturing)
             )
-            for module in (builtins, io):
-                _put(module, "open", _opening(module.open))
-            # The paths of Python 3.10 have a name of their own for it.
-            accessor = getattr(pathlib, "_NormalAccessor", None)
-            if accessor is not None:
-                _put(accessor, "open", staticmethod(_opening(accessor.open)))
-            _put(os._Environ, "__getitem__", _reading(os._Environ.__getitem__))
 
 
 def _end() -> None:
@@ -77,57 +65,6 @@ def _capturing(own: Callable[[], bool]) -> Callable[[], bool]:
     return is_current_stream_capturing
 
 
-def _opening(own: Callable[..., object]) -> Callable[..., object]:
-    def opened(file: object, mode: str = "r", *args: object, **kwargs: object) -> object:
-        if recorded.name and not recorded.first and not set(str(mode)) & set("wax+") and not _imports():
-            raise not_in_a_program(
-                f"read a file ({file!r:.60}), as a replay would not read it again",
-                "read it before, and pass what was read as an argument",
-            )
-        return own(file, mode, *args, **kwargs)
-
-    return opened
-
-
-def _reading(own: Callable[..., str]) -> Callable[..., str]:
-    def read(environment: object, key: str) -> str:
-        if recorded.name and not recorded.first and _asked_by_user():
-            raise not_in_a_program(
-                f"read the environment ({key!r:.60}), as a replay would not read it again",
-                "read it before, and pass the value as an argument",
-            )
-        return own(environment, key)
-
-    return read
-
-
-def _imports() -> bool:
-    """Whether this thread imports a module just now."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if "importlib" in frame.f_code.co_filename:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-def _asked_by_user() -> bool:
-    """Whether the first caller outside Python's own library is no package."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if (
-            "site-packages" in file
-            or "dist-packages" in file
-            or "distruntime" in frame.f_globals.get("__name__", "")
-        ):
-            return False
-        if not file.startswith(("<frozen ", os.path.dirname(os.__file__))):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
 class LocalDraws:
     """The states of this process's generators of random numbers, as they were."""
 
@@ -141,19 +78,18 @@ class LocalDraws:
         for name, state in (*common, *others):
             self._states.append((name, state, state()))
 
-    def require_unused(self, name: str) -> str:
-        """Raise `NotSupportedError` if one of them was used since, or return its name if that is not certain.
+    def used(self) -> str:
+        """Return which of them was used since, and what to do instead; an empty text if none was.
 
         Nobody can see which thread has used one. So while other threads run, it may not have been this one.
         """
         for what, state, before in self._states:
             if state() != before:
-                if _others():
-                    return what
-                raise NotSupportedError(
-                    f"the program {name!r} draws random numbers in this process, by {what}: each replay "
-                    "would use the same ones\n  draw on the worker, torch.rand(..., device=x.device), or "
-                    "draw before, and pass the numbers as an argument; a seed is set outside too"
+                who = "here or in another thread" if _others() else "in this process"
+                return (
+                    f"{what} drew random numbers {who}, and a replay would use the same ones: draw on the "
+                    "worker, torch.rand(..., device=x.device), or draw before, and pass the numbers as an "
+                    "argument; a seed is set outside too"
                 )
         return ""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 import random
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -370,7 +371,7 @@ def test_another_thread_draws_meanwhile(x: torch.Tensor) -> None:
         program = dr.program(function)
         assert _calls(program, x) == [[3.0] * 3] * 4
     assert program.replays == 0
-    assert "random drew random numbers meanwhile, here or in another thread" in program.why
+    assert "random drew random numbers here or in another thread" in program.why
     assert "draw on the worker" in program.why
 
 
@@ -396,7 +397,7 @@ def test_a_second_program_over_the_same_model(x: torch.Tensor) -> None:
 # -- refused -------------------------------------------------------------------------------------------------
 
 box = SimpleNamespace(n=0, w=None, losses=[])
-numbers = np.random.default_rng(0)
+numbers, counter = np.random.default_rng(0), itertools.count()
 
 
 def _counts(x: torch.Tensor) -> torch.Tensor:
@@ -411,10 +412,6 @@ def _appends(x: torch.Tensor) -> torch.Tensor:
 
 def _reads_file(x: torch.Tensor) -> torch.Tensor:
     return x * len(Path(__file__).read_text(encoding="utf-8"))
-
-
-def _reads_environment(x: torch.Tensor) -> torch.Tensor:
-    return x * len(os.environ["PATH"])
 
 
 def _hides() -> Callable[[torch.Tensor], torch.Tensor]:
@@ -434,14 +431,8 @@ REFUSED: dict[str, tuple[Callable[[], Callable[[torch.Tensor], Any]], str, str]]
     "a mask": (lambda: lambda x: x[x > 0], "depends on data", "mask"),
     "nonzero": (lambda: lambda x: x.nonzero(), "depends on data", "outside"),
     "local data": (lambda: lambda x: x + torch.arange(3.0).to(REMOTE), "data of this process", "argument"),
-    "torch's draws here": (lambda: lambda x: x + float(torch.rand(1)), "random numbers in this", "worker"),
-    "Python's draws": (lambda: lambda x: x * random.random(), "random numbers in this process", "worker"),
-    "numpy's draws": (lambda: lambda x: x * np.random.rand(), "random numbers in this process", "worker"),
-    "a numpy generator": (lambda: lambda x: x * numbers.random(), "random numbers in this", "worker"),
     "a counter": (lambda: _counts, "change box.n", "outside"),
     "a list of losses": (lambda: _appends, "change the number of items of box.losses", "outside"),
-    "a file": (lambda: _reads_file, "read a file", "argument"),
-    "the environment": (lambda: _reads_environment, "read the environment", "argument"),
     "an iterator of tensors": (_hides, "cannot be found from its function", "argument"),
     "a graph in an object": (lambda: _keeps_graph, "with its graph at box.w", "detach"),
     "a local result": (lambda: lambda x: torch.ones(3), "returns a local tensor", "return remote tensors"),
@@ -454,6 +445,28 @@ REFUSED: dict[str, tuple[Callable[[], Callable[[torch.Tensor], Any]], str, str]]
     ),
     "a seed": (lambda: lambda x: (dr.manual_seed(1), x + 1)[1], "seed", "outside"),
 }
+
+
+RECORDED: dict[str, tuple[Callable[[torch.Tensor], Any], str, str]] = {
+    "torch's draws": (lambda x: x + float(torch.rand(1)), "drew random numbers in this", "worker"),
+    "Python's draws": (lambda x: x * random.random(), "drew random numbers in this process", "worker"),
+    "numpy's draws": (lambda x: x * np.random.rand(), "drew random numbers in this process", "worker"),
+    "a numpy generator": (lambda x: x * numbers.random(), "drew random numbers in this", "worker"),
+    "a clock": (lambda x: x * time.time(), "calls time.time()", "argument"),
+    "a file": (_reads_file, "read", "argument"),
+    "an iterator": (lambda x: x * next(counter), "itertools.count", "argument"),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_nobody_can_watch_is_recorded_and_says_why(x: torch.Tensor, name: str) -> None:
+    function, why, remedy = RECORDED[name]
+    program = dr.program(function)
+    with pytest.warns(UserWarning, match="was recorded 5 times, and no call was replayed"):
+        for _ in range(7):
+            program(x)
+    assert (program.recordings, program.replays) == (5, 0)
+    assert why in program.why and remedy in program.why, program.why
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -223,6 +223,8 @@ def numbers_of(
     stands there is no float any more.
     """
     free = leaves_of(term for number in numbers for term in number.terms)
+    # Nothing else that was read is held.
+    reads = {leaf[1]: reads[leaf[1]] for leaf in free if leaf[0] == "read"}  # type: ignore[index, misc]
     decided = [(term, value) for term, value in decisions.items() if not free.isdisjoint(leaves_of([term]))]
 
     def value_of(term: Term, leaves: Sequence[object], known: dict[Term, object]) -> object:

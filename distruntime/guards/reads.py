@@ -17,7 +17,7 @@ import threading
 import types
 import warnings
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import numpy as np
 import torch
@@ -101,23 +101,6 @@ class Reads:
         self._bytes = 0
         # The ids of objects that the call has made, once it is over.
         self.made: Set[int] = frozenset()
-        self.step_of: dict[str, Callable[[types.FrameType, Reading], None]] = {
-            "global": self._global,
-            "cell": self._cell,
-            "attribute": self._attribute,
-            "super": self._super,
-            "import": self._import,
-            "item": self._item,
-            "slice": self._slice,
-            "contains": self._contains,
-            "iterate": self._iterate,
-            "both": self._both,
-            "negative": self._negative,
-            "truth": self._truth,
-            "text": self._text,
-            "with": self._with,
-            "call": self._call,
-        }
 
     def step(self, frame: types.FrameType, one: Reading) -> None:
         """Note what a frame's next instruction reads.
@@ -128,7 +111,7 @@ class Reads:
             if self._then and (then := self._then.pop(id(frame), None)) is not None:
                 then(operands.operand(frame, one.depth))
             if one.kind:
-                self.step_of[one.kind](frame, one)
+                _STEPS[one.kind](self, frame, one)
         except Exception as error:
             kind = f"{type(error).__name__}: {error}"
             self._reason(f"what it reads could not be looked at ({kind})", frame, None)
@@ -300,7 +283,7 @@ class Reads:
 
     def _dunders(self, kind: type) -> None:
         """Note the functions of a class that Python calls by itself, for an operator or a loop."""
-        if kind in self._types or not kind.__flags__ & _HEAP:
+        if kind in self._types or not kind.__flags__ & _HEAP or issubclass(kind, torch.Tensor):
             return
         self._types.add(kind)
         for base in kind.__mro__:
@@ -579,8 +562,9 @@ class Reads:
         """Note what a function gives that may be called again at each call."""
         if any(isinstance(one, torch.Tensor) for one in arguments):
             return
+        # A bound method is made for each call.
         if arguments and getattr(function, "__self__", None) is arguments[0]:
-            arguments = arguments[1:]
+            function = getattr(type(arguments[0]), str(getattr(function, "__name__", "")), function)
         path = f"{name_of(function)}()"
         self._then[id(frame)] = lambda result: self.note(path, "given", function, arguments, result)
 
@@ -664,6 +648,23 @@ def _copied(one: Seen) -> Sequence[object]:
     return one.held if one.form in ("elements", "keys") else ()  # type: ignore[return-value]
 
 
+_STEPS: Mapping[str, Callable[[Reads, types.FrameType, Reading], None]] = {
+    "global": Reads._global,
+    "cell": Reads._cell,
+    "attribute": Reads._attribute,
+    "super": Reads._super,
+    "import": Reads._import,
+    "item": Reads._item,
+    "slice": Reads._slice,
+    "contains": Reads._contains,
+    "iterate": Reads._iterate,
+    "both": Reads._both,
+    "negative": Reads._negative,
+    "truth": Reads._truth,
+    "text": Reads._text,
+    "with": Reads._with,
+    "call": Reads._call,
+}
 # The type's flag says that Python code has made it, so that Python code may change it.
 _HEAP = 1 << 9
 _FOREIGN = (

@@ -311,7 +311,7 @@ class Program(Generic[P, R]):
             plan.tries = self._kinds.tries_of(signature)
             new = self._kinds.keep(signature, plan, expected)
             # Whoever holds a tensor from here on is not of this call.
-            del before, after, known, memories, notes, versions, gradients, wrote, found, handles
+            del before, after, known, memories, notes, versions, gradients, wrote, found, handles, reads
             plan.guards.settle()
             again = "" if "agree yet" in why else f"{why}, so "
             self.why = f"{again}it was recorded, and agrees with one before: the next call is replayed"

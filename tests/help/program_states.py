@@ -7,6 +7,7 @@ the modules `state_of_...`, and says in which way a program is right about it.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -119,7 +120,9 @@ def tried(kind: Kind) -> Tried:
     """Call a function that reads such state, as it is and as a program."""
     expected = [] if kind.fresh else plain(kind)
     error, early, results = "", 0, []
-    with Here(REMOTE) as here:
+    with Here(REMOTE) as here, warnings.catch_warnings():
+        # What is recorded in vain runs plainly, and `why` says so too.
+        warnings.filterwarnings("ignore", message=r"the program '\w+' was recorded 5 times")
         read, change = kind.make(here)
         program = dr.program(_function(kind, read))
         xs = [_argument(k, REMOTE) for k in range(CALLS)]

@@ -68,7 +68,7 @@ def list_that_is_emptied(here: Here) -> State:
     return read, (lambda k: None)
 
 
-@kind("guarded or recorded", "thread")
+@kind("guarded or recorded", "thread|SimpleQueue")
 def function_in_another_thread(here: Here) -> State:
     values = [1.0]
     pool = here.enter_context(ThreadPoolExecutor(1))

@@ -23,7 +23,7 @@ def _folder(here: Here) -> Path:
     return Path(here.enter_context(tempfile.TemporaryDirectory()))
 
 
-@kind("refused", "file")
+@kind("recorded", r"io\.open")
 def file_that_is_opened(here: Here) -> State:
     path = _folder(here) / "a"
     path.write_text("1", encoding="utf-8")
@@ -35,7 +35,7 @@ def file_that_is_opened(here: Here) -> State:
     return read, (lambda k: path.write_text(str(k), encoding="utf-8"))
 
 
-@kind("refused", "file")
+@kind("recorded", r"io\.(open|text_encoding)")
 def file_read_by_its_path(here: Here) -> State:
     path = _folder(here) / "a"
     path.write_text("1", encoding="utf-8")
@@ -102,14 +102,14 @@ def current_folder(here: Here) -> State:
 _NAME = "A_STATE_OF_A_PROGRAM"
 
 
-@kind("refused", "environment")
+@kind("guarded")
 def environment(here: Here) -> State:
     here.callback(os.environ.pop, _NAME, None)
     os.environ[_NAME] = "1"
     return (lambda: float(os.environ[_NAME])), (lambda k: os.environ.update({_NAME: str(k)}))
 
 
-@kind("refused", "environment")
+@kind("guarded")
 def environment_by_getenv(here: Here) -> State:
     here.callback(os.environ.pop, _NAME, None)
     return (lambda: float(os.getenv(_NAME, "1"))), (lambda k: os.environ.update({_NAME: str(k)}))

@@ -15,11 +15,15 @@ _VERSION = sys.version_info[:2]
 
 
 class Reading(NamedTuple):
-    """What an instruction reads: its kind, its argument, and how deep the stack is before it."""
+    """What an instruction reads: its kind, its argument, and how deep the stack is before it.
+
+    `behind` says whether it stands behind one whose result matters.
+    """
 
     kind: str
     argument: object
     depth: int
+    behind: bool
 
 
 # Python's table of effects counts a call's operands at the first of its two instructions in Python 3.11.
@@ -87,7 +91,7 @@ def readings(code: CodeType) -> Mapping[int, Reading]:
             depth -= 1
         for at in (*prefixes, one.offset):
             if depth > -1 and (kind or matters):
-                found[at] = Reading(kind, argument, depth)
+                found[at] = Reading(kind, argument, depth, matters)
         prefixes, matters = [], kind in _WITH_RESULT
     return found
 

@@ -76,33 +76,57 @@ def _slots(code: CodeType) -> int:
     return code.co_nlocals + len(cells) + len(code.co_freevars)
 
 
-def _begin(frame: FrameType) -> int:
-    own = id(frame) if _INSIDE else _pointer(id(frame) + 3 * _WORD).value
-    assert own is not None
-    return own + _variables
+def place(frame: FrameType) -> int:
+    """Return where the interpreter keeps a frame. A generator has its own place for as long as it lives.
+
+    Its frame object may be made later, at the address of another one that is gone.
+    """
+    found = id(frame) if _INSIDE else _pointer(id(frame) + 3 * _WORD).value
+    assert found is not None
+    return found
 
 
 def _value(address: int) -> object:
     """Return the object at an address; None for an empty slot."""
     word = _pointer(address).value
-    if not word:
-        return None
-    # The low bits of a word say who counts the reference, from Python 3.14. Both of them mark a bare number.
-    if _VERSION >= (3, 14) and word & 3:
-        if word & 3 == 3:
-            return word >> 2
-        return ctypes.cast(word & ~3, ctypes.py_object).value
-    return _object(address).value
+    if _VERSION < (3, 14) or not word:
+        return _object(address).value if word else None
+    # The low bits of a word say who counts the reference, from Python 3.14. Both of them mark a bare number,
+    # and an empty slot may have one.
+    if word & 3 == 3:
+        return word >> 2
+    return ctypes.cast(word & ~3, ctypes.py_object).value if word > 3 else None
 
 
 def operand(frame: FrameType, depth: int, below: int = 0) -> object:
     """Return the value that so many others lie above, where the stack is so deep."""
     at = _slots(frame.f_code) + depth - 1 - below
-    return _value(_begin(frame) + at * _WORD)
+    return _value(place(frame) + _variables + at * _WORD)
 
 
 def cell(frame: FrameType, number: int) -> CellType | None:
     """Return the cell that an instruction names by its argument; None if it has none yet."""
     at = number + frame.f_code.co_nlocals if _INSIDE else number
-    found = _value(_begin(frame) + at * _WORD)
+    found = _value(place(frame) + _variables + at * _WORD)
     return found if isinstance(found, CellType) else None
+
+
+def called(frame: FrameType, depth: int, name: str, count: int) -> tuple[object, tuple[object, ...]]:
+    """Return the function that an instruction of this name and argument calls, and its arguments."""
+    at = functools.partial(operand, frame, depth)
+    if name == "CALL_FUNCTION_EX":
+        keywords = 1 if _VERSION >= (3, 14) else count & 1
+        given, named = at(keywords), at(0) if keywords else None
+        # Below the arguments is an empty slot, from Python 3.13. Before, it is below the function.
+        function = at(keywords + (2 if _VERSION >= (3, 13) else 1))
+        flat = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+        return function, (*flat, *(named.values() if isinstance(named, dict) else ()))
+    behind = count + (name in ("CALL_FUNCTION_KW", "CALL_KW"))
+    arguments = tuple(map(at, range(behind - 1, behind - 1 - count, -1)))
+    if name in ("CALL_FUNCTION", "CALL_FUNCTION_KW"):
+        return at(behind), arguments
+    # A method stands below the object that it is called on. Below a function, or above it, nothing stands.
+    lower, upper = at(behind + 1), at(behind)
+    if lower is None:
+        return upper, arguments
+    return lower, (arguments if upper is None else (upper, *arguments))

@@ -96,7 +96,7 @@ class Reads:
         # What is done with the result of the instruction that a frame is at, by the frame's id.
         self._then: dict[int, Callable[[object], None]] = {}
         self._types: set[type] = set()
-        # Frames that this call has begun, by id.
+        # Frames that this call has begun, by place. No place of a generator that was begun before is among them.
         self._begun: set[int] = set()
         self._bytes = 0
         # The ids of objects that the call has made, once it is over.
@@ -108,7 +108,8 @@ class Reads:
         It stands in the user's stack, where an error would be taken for one of the user's.
         """
         try:
-            if self._then and (then := self._then.pop(id(frame), None)) is not None:
+            # A call that has raised has given nothing.
+            if self._then and (then := self._then.pop(id(frame), None)) is not None and one.behind:
                 then(operands.operand(frame, one.depth))
             if one.kind:
                 _STEPS[one.kind](self, frame, one)
@@ -118,9 +119,10 @@ class Reads:
 
     def enter(self, frame: types.FrameType, resumed: bool) -> None:
         """Note that a frame begins to run, or goes on."""
+        place = operands.place(frame)
         if not resumed:
-            self._begun.add(id(frame))
-        elif id(frame) not in self._begun:
+            self._begun.add(place)
+        elif place not in self._begun:
             self._reason(f"the generator {frame.f_code.co_name!r} was begun before", frame.f_back, None)
 
     # -- notes -----------------------------------------------------------------------------------------------
@@ -462,7 +464,7 @@ class Reads:
     # -- calls -----------------------------------------------------------------------------------------------
 
     def _call(self, frame: types.FrameType, one: Reading) -> None:
-        function, arguments = _called(frame, one)
+        function, arguments = operands.called(frame, one.depth, *one.argument)  # type: ignore[misc]
         term = self.numbers.called(function, arguments)
         if term is not None:
             self._follow(frame, term)
@@ -484,7 +486,7 @@ class Reads:
             return
         if isinstance(function, type):
             self._dunders(function)
-            if not function.__flags__ & _HEAP and id(function) not in _BLIND:
+            if _is_made_by_c(function) and id(function) not in _BLIND:
                 for argument in arguments:
                     self._deep(argument, frame)
             return
@@ -700,6 +702,14 @@ def _is_python_method(owner: object, name: str) -> bool:
     )
 
 
+def _is_made_by_c(kind: type) -> bool:
+    """Whether C code sees the arguments that objects of a class are made of."""
+    makers = [(looked_up(kind, name), vars(object)[name]) for name in ("__new__", "__init__")]
+    return any(
+        one is not plain and not isinstance(one, (types.FunctionType, staticmethod)) for one, plain in makers
+    )
+
+
 def _is_python(owner: object) -> bool:
     """Whether what an object holds is in attributes."""
     slots = any("__slots__" in vars(base) for base in type(owner).__mro__)
@@ -708,25 +718,3 @@ def _is_python(owner: object) -> bool:
 
 def _large(owner: object) -> bool:
     return isinstance(owner, (torch.Tensor, np.ndarray)) and owner.nbytes > _MOST_BYTES
-
-
-def _called(frame: types.FrameType, one: Reading) -> tuple[object, tuple[object, ...]]:
-    """Return the function that a call calls, and its arguments."""
-    name, count = one.argument  # type: ignore[misc]
-    at = functools.partial(operands.operand, frame, one.depth)
-    if name == "CALL_FUNCTION_EX":
-        keywords = 1 if sys.version_info >= (3, 14) else count & 1
-        given, named = at(keywords), at(0) if keywords else None
-        function = at(keywords + (2 if sys.version_info >= (3, 13) else 1))
-        flat = tuple(given) if isinstance(given, (tuple, list)) else (given,)
-        return function, (*flat, *(named.values() if isinstance(named, dict) else ()))
-    skipped = name in ("CALL_FUNCTION_KW", "CALL_KW")
-    arguments = tuple(at(skipped + k) for k in range(count - 1, -1, -1))
-    behind = skipped + count
-    if name in ("CALL_FUNCTION", "CALL_FUNCTION_KW"):
-        return at(behind), arguments
-    # A method stands below the object that it is called on. Below a function, or above it, nothing stands.
-    lower, upper = at(behind + 1), at(behind)
-    if lower is None:
-        return upper, arguments
-    return lower, (arguments if upper is None else (upper, *arguments))

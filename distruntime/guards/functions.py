@@ -15,8 +15,8 @@ import torch
 _MODULES = frozenset(
     "builtins math cmath operator itertools functools collections _struct struct bisect heapq statistics "
     "unicodedata zlib binascii json _json pickle copyreg abc _abc typing re _sre _string string torch numpy "
-    "decimal datetime weakref contextvars array types enum ast copy hashlib _hashlib _sha2 _md5 _imp _operator "
-    "_functools _collections _bisect _heapq _statistics _pickle _datetime _weakref _contextvars _typing "
+    "decimal datetime weakref contextvars array types enum ast copy hashlib _hashlib _sha2 _md5 _imp "
+    "_operator _functools _collections _bisect _heapq _statistics _pickle _datetime _weakref _contextvars _typing "
     "fractions mmap ctypes _ctypes sys".split()
 )
 # These of them are not.

@@ -206,8 +206,8 @@ def _to_watch(
 ) -> list[Seen]:
     """Return what decides what the function does: what it has read, and the tensors that it can reach.
 
-    What C code reads of a tensor (a gradient, a hook) is seen by no tracer, so all of that counts. So does what
-    stands in an object that the call itself has made: the next call may read it.
+    What C code reads of a tensor (a gradient, a hook) is seen by no tracer, so all of that counts. So does
+    what stands in an object that the call itself has made: the next call may read it.
     """
     rest = dict(reads)
     freed: dict[Key, set[object]] = {}
@@ -329,13 +329,13 @@ class _Classes:
         if not self._kinds:
             return []
         kinds, orders = list(self._kinds), [kind.__mro__ for kind in self._kinds]
-        views = [vars(kind).keys() for kind in self._absent]
+        views, absent = [vars(kind).keys() for kind in self._absent], list(self._absent.values())
         spaces = [vars(kind) for kind, _ in self._there]
         keys, values = [key for _, key in self._there], list(self._there.values())
         there = f"map({name(operator.getitem)}, {name(spaces)}, {name(keys)})"
         return [
             f"all(map(is_, map({name(operator.attrgetter('__mro__'))}, {name(kinds)}), {name(orders)}))",
-            f"all(map({name(type({}.keys()).isdisjoint)}, {name(views)}, {name(list(self._absent.values()))}))",
+            f"all(map({name(type({}.keys()).isdisjoint)}, {name(views)}, {name(absent)}))",
             f"all(map(is_, {there}, {name(values)}))",
         ]
 

@@ -15,13 +15,14 @@ _VERSION = sys.version_info[:2]
 
 
 class Reading(NamedTuple):
-    """What an instruction reads: its kind, its argument, and how deep the stack is before it.
+    """What an instruction reads: its kind, a name and a number, and how deep the stack is before it.
 
     `behind` says whether it stands behind one whose result matters.
     """
 
     kind: str
-    argument: object
+    name: str
+    number: int
     depth: int
     behind: bool
 
@@ -80,18 +81,16 @@ def readings(code: CodeType) -> Mapping[int, Reading]:
         if one.opname == "EXTENDED_ARG":
             prefixes.append(one.offset)
             continue
-        kind, argument, depth = _kind(one), one.argval, deep.get(one.offset, -1)
-        if kind == "cell":
-            argument = one.arg, one.argval
-        elif kind == "call":
-            argument = one.opname, one.arg
+        kind, name, depth, number = _kind(one), str(one.argval), deep.get(one.offset, -1), one.arg or 0
+        if kind == "call":
+            name = one.opname
         elif kind == "both":
-            argument = one.argrepr or one.opname
-        elif kind == "text" and (one.opname == "FORMAT_WITH_SPEC" or (one.arg or 0) & 4):
+            name = one.argrepr or one.opname
+        elif kind == "text" and (one.opname == "FORMAT_WITH_SPEC" or number & 4):
             depth -= 1
         for at in (*prefixes, one.offset):
             if depth > -1 and (kind or matters):
-                found[at] = Reading(kind, argument, depth, matters)
+                found[at] = Reading(kind, name, number, depth, matters)
         prefixes, matters = [], kind in _WITH_RESULT
     return found
 

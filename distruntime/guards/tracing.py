@@ -18,6 +18,7 @@ from typing import ParamSpec, TypeVar
 from ..log.line import of_a_library
 from .functions import is_traced
 from .instructions import readings
+from .operands import known
 from .reads import Reads
 
 _MONITORED = sys.version_info >= (3, 12)
@@ -31,21 +32,19 @@ Local = Callable[[FrameType, str, object], object]
 def traced(reads: Reads, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call a function, and let `reads` see what this thread's Python reads meanwhile."""
     reads.base = id(sys._getframe())
-    if _MONITORED:
-        begin, end = _begin, _end
-    else:
-        begin, end = _begin_to_trace, sys.settrace
-    before = begin(reads)
+    if not known():
+        reads.notes.reason("this interpreter does not show what a function reads", sys._getframe(1), None)
+        return function(*args, **kwargs)
+    before = _begin(reads) if _MONITORED else sys.gettrace()
+    if not _MONITORED:
+        sys.settrace(_Tracer(reads).enter)  # type: ignore[arg-type]
     try:
         return function(*args, **kwargs)
     finally:
-        end(before)
-
-
-def _begin_to_trace(reads: Reads) -> object:
-    before = sys.gettrace()
-    sys.settrace(_Tracer(reads).enter)
-    return before
+        if _MONITORED:
+            _end(before)
+        else:
+            sys.settrace(before)  # type: ignore[arg-type]
 
 
 def _looked_at(frame: FrameType, base: int) -> bool:
@@ -110,7 +109,7 @@ _GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENE
 
 
 if _MONITORED:
-    _monitoring = sys.monitoring
+    _monitoring = getattr(sys, "monitoring")  # noqa: B009
     _events = _monitoring.events
     _lock = threading.Lock()
     # What sees the reads of each thread that records.

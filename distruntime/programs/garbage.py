@@ -13,7 +13,7 @@ from ..log.handle import Handle
 def young_cycles_end() -> Iterator[Callable[[], set[int]]]:
     """Let go of the cycles that were made in the block, at its end, if it ends well.
 
-    It gives a function that returns the ids of the objects that were made since its begin and are still there.
+    It gives a function that returns the ids of the objects that were made since and are still there.
 
     A whole collection looks at all objects of the process, some 0.2 s. What was there before is out of sight
     meanwhile, unless the user has put something out of sight himself: nobody could tell the two apart later.

@@ -234,7 +234,7 @@ class Program(Generic[P, R]):
             recording = record(tapes, notes, names, first, current)
             if drawn or reasons:
                 recording.unfit = self.why = f"each call is recorded, since {drawn or reasons[0]}"
-            changed = reads.renew()
+            changed = reads.notes.renew()
             steps = {key: tensor for key, (tensor, was) in counted.items() if tensor.item() == was + 1}
             after = Reach(roots)
             if not first:
@@ -300,8 +300,8 @@ class Program(Generic[P, R]):
                     kinds,
                     replaced(before, after, state),
                     changed_paths,
-                    reads.found,
-                    reads.made,
+                    reads.notes.found,
+                    reads.notes.made,
                     terms.decisions,
                 ),
                 self._compile,

@@ -14,8 +14,8 @@ SOURCES = {"distruntime": ROOT / "distruntime", "distruntime_worker": ROOT / "wo
 # outside the folders.
 ROOMS = {
     "distruntime": (
-        "errors wire log session operators tensors streams guards programs publishing collectives backend mesh "
-        "python layers parallel launching cluster timeline checkpoint face"
+        "errors wire log session operators tensors streams guards programs publishing collectives backend "
+        "mesh python layers parallel launching cluster timeline checkpoint face"
     ).split(),
     "distruntime_worker": (
         "machine values log checkpoint collectives publishing python programs session face"

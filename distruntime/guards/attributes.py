@@ -1,0 +1,102 @@
+"""What an attribute is that a function reads: what the object has, its class, and the bases of that."""
+
+from __future__ import annotations
+
+import types
+from collections import OrderedDict, deque
+
+import torch
+
+from .contents import BUFFERS, FIXED, VIEWS, Contents, is_python_method
+from .functions import is_c
+from .notes import HEAP, Notes
+from .seen import MISSING, PLAIN, looked_up
+
+# Python looks an attribute of these up in the object and in its class.
+_GENERIC = (
+    *(object, dict, list, tuple, set, frozenset, str, bytes, int, float, complex, bytearray, deque),
+    *(types.ModuleType, types.FunctionType, types.SimpleNamespace, BaseException, OrderedDict, property),
+)
+_DATA = (types.GetSetDescriptorType, types.MemberDescriptorType)
+
+
+class Attributes:
+    """Notes attributes that are looked up."""
+
+    def __init__(self, notes: Notes, contents: Contents) -> None:
+        self._notes, self._contents = notes, contents
+
+    def read(self, owner: object, name: str, frame: types.FrameType) -> None:
+        """Note that an attribute was looked up: in an object, and in its class and the bases of that."""
+        kind = type(owner)
+        if kind in FIXED:
+            return
+        if isinstance(owner, torch.Tensor):
+            self._of_tensor(owner, name, frame)
+        elif kind is super:
+            self._notes.after_class(owner.__self_class__, owner.__thisclass__, name)  # type: ignore[attr-defined]
+        elif isinstance(owner, types.CodeType):
+            return
+        elif isinstance(owner, type):
+            self._notes.cls(owner, name)
+            self._notes.cls(kind, name)
+            if isinstance(looked_up(kind, name), _DATA) and name != "__dict__":
+                self._given(owner, name, frame)
+        elif isinstance(owner, types.MethodType):
+            self.read(owner.__func__, name, frame)
+        elif getattr(kind.__getattribute__, "__objclass__", None) in _GENERIC:
+            self._of_object(owner, name, frame)
+        elif isinstance(kind.__getattribute__, types.FunctionType):
+            self._notes.cls(kind, "__getattribute__")
+        else:
+            self._given(owner, name, frame)
+
+    def _of_tensor(self, owner: torch.Tensor, name: str, frame: types.FrameType) -> None:
+        self._notes.cls(type(owner), name)
+        if looked_up(type(owner), name) is MISSING:
+            self._notes.note(
+                f"a tensor's {name}", "item", owner.__dict__, name, owner.__dict__.get(name, MISSING)
+            )
+        self._contents.buffer(owner, frame)
+
+    def _of_object(self, owner: object, name: str, frame: types.FrameType) -> None:
+        kind = type(owner)
+        self._notes.cls(kind, name)
+        self._notes.dunders(kind)
+        found = looked_up(kind, name)
+        if isinstance(found, property) or isinstance(owner, VIEWS):
+            return
+        self._notes.dunders(type(found))
+        if (
+            found is not MISSING
+            and hasattr(type(found), "__set__")
+            and not is_python_method(found, "__get__")
+        ):
+            self._given(owner, name, frame)
+            return
+        try:
+            space = object.__getattribute__(owner, "__dict__")
+        # It has slots, or none: its class says all.
+        except AttributeError:
+            return
+        path = f"{owner.__name__ if isinstance(owner, types.ModuleType) else kind.__name__}.{name}"
+        self._notes.note(path, "item", space, name, space.get(name, MISSING))
+        if kind.__flags__ & HEAP and not isinstance(owner, types.ModuleType):
+            self._notes.note(f"{kind.__name__}.__class__", "attribute", owner, "__class__", kind)
+            self._notes.note(f"{kind.__name__}.__dict__", "attribute", owner, "__dict__", space)
+
+    def _given(self, owner: object, name: str, frame: types.FrameType) -> None:
+        """Note an attribute that C code gives, if it gives the same thing each time."""
+        if isinstance(owner, BUFFERS):
+            self._contents.buffer(owner, frame)
+            return
+        try:
+            value = getattr(owner, name)
+            again = value is getattr(owner, name) or isinstance(value, PLAIN)
+        # Python raises it too, or takes a default.
+        except AttributeError:
+            value, again = MISSING, True
+        if again:
+            self._notes.note(f"{type(owner).__name__}.{name}", "attribute", owner, name, value)
+        elif not is_c(value):
+            self._notes.unseen(f"it reads {type(owner).__name__}.{name}", frame, owner)

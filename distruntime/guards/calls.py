@@ -1,0 +1,174 @@
+"""What a call reads: all that its arguments hold, where C code is called, and what it gives."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..log.line import of_a_library
+from .anchors import Anchor
+from .arithmetic import Term
+from .attributes import Attributes
+from .contents import CONTAINERS, Contents, is_python_method
+from .functions import (
+    draws,
+    gives_again,
+    is_c,
+    is_traced,
+    is_trusted,
+    name_of,
+    of_arguments,
+    of_torch,
+    starts_thread,
+)
+from .notes import Notes
+from .reach import Reach
+from .seen import key_of, looked_up
+
+# These take an object, and read nothing in it.
+_BLIND = frozenset(
+    map(id, (isinstance, issubclass, id, callable, setattr, delattr, hash, print, type, super, object, len))
+)
+_GETTERS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
+_PICKLING = ("_pickle", "_json", "copyreg", "json", "pickle")
+
+
+class Calls:
+    """Notes what calls read, and what is done with what they give."""
+
+    def __init__(self, notes: Notes, contents: Contents, attributes: Attributes) -> None:
+        self._notes, self._contents, self._attributes = notes, contents, attributes
+        # What is done with the result of the instruction that a frame is at, by the frame's id.
+        self.then: dict[int, Callable[[object], object]] = {}
+
+    def follow(self, frame: types.FrameType, term: Term) -> None:
+        """Note what a frame's instruction gives, if it follows from floats by this term."""
+        self.then[id(frame)] = functools.partial(self._notes.numbers.gave, term)
+
+    def call(self, function: object, arguments: tuple[object, ...], frame: types.FrameType) -> None:
+        """Note what a call of a function reads, before it is called."""
+        term = self._notes.numbers.called(function, arguments)
+        if term is not None:
+            self.follow(frame, term)
+            return
+        while isinstance(function, functools.partial):
+            partial: functools.partial[object] = function
+            for name in ("func", "args", "keywords"):
+                self._notes.note(f"partial.{name}", "attribute", partial, name, getattr(partial, name))
+            self._contents.deep(partial.keywords, frame)
+            function, arguments = partial.func, (*partial.args, *arguments)
+        if isinstance(function, types.MethodType):
+            function = function.__func__
+        self._notes.function(function)
+        if isinstance(function, types.FunctionType):
+            if not is_traced(function.__code__.co_filename) and gives_again(function, arguments):
+                self._given(function, arguments, frame)
+            return
+        if isinstance(function, type):
+            self._notes.dunders(function)
+            if _is_made_by_c(function) and id(function) not in _BLIND:
+                for argument in arguments:
+                    self._contents.deep(argument, frame)
+            return
+        if isinstance(function, functools._lru_cache_wrapper):
+            self._cached(function)
+        elif is_c(function) or not is_python_method(function, "__call__"):
+            self._c_call(function, arguments, frame)
+        else:
+            self._notes.dunders(type(function))
+
+    def _cached(self, function: functools._lru_cache_wrapper[object]) -> None:
+        """Note what a function reads that may not be called again, and that it keeps what it gave."""
+        code = getattr(function.__wrapped__, "__code__", None)
+        if code is not None and not of_a_library(code.co_filename):
+            self._notes.note(
+                f"the cache of {function.__name__}", "given", _answers, (function,), _answers(function)
+            )
+            for one in Reach([(function.__name__, function.__wrapped__)]).seen:
+                if not isinstance(one.holder, Anchor) and not isinstance(one.held, Anchor):
+                    self._notes.found.setdefault(key_of(one), one)
+
+    def _c_call(self, function: object, arguments: tuple[object, ...], frame: types.FrameType) -> None:
+        owner = getattr(function, "__self__", None)
+        if owner is not None and not isinstance(owner, types.ModuleType):
+            arguments = (owner, *arguments)
+        for argument in arguments:
+            self._notes.dunders(type(argument))
+        name = getattr(function, "__name__", "")
+        judged = not is_trusted(frame.f_code.co_filename)
+        if function is getattr or function is hasattr:
+            if len(arguments) > 1:
+                self._attributes.read(arguments[0], str(arguments[1]), frame)
+            return
+        if id(function) in _BLIND:
+            if function is len and isinstance(arguments[0], CONTAINERS):
+                self._contents.length(arguments[0])
+            self._asked(function, arguments, frame)
+            return
+        if gives_again(function, arguments) and (judged or len(arguments) < 2):
+            self._given(function, arguments, frame)
+            return
+        first = arguments[0] if arguments else None
+        if name == "item" and id(first) in self._notes.numbers.steps:
+            self.then[id(frame)] = functools.partial(self._notes.numbers.item, first)
+        if isinstance(first, dict) and name in ("get", "__getitem__", "__contains__", "pop", "setdefault"):
+            self._contents.part(first, arguments[1] if len(arguments) > 1 else None, frame)
+        else:
+            objects = isinstance(function, _GETTERS) or type(function).__module__ in _PICKLING
+            objects = objects or str(getattr(function, "__module__", "")) in _PICKLING
+            for argument in arguments:
+                deep = judged and (objects or isinstance(argument, _GETTERS))
+                self._contents.deep(argument, frame, deep, pins=not of_torch(function))
+        if function is warnings.warn or function is warnings.warn_explicit:
+            self._contents.whole(warnings.filters, frame)
+        elif (judged and not of_arguments(function)) or starts_thread(function):
+            self._unknown(function, frame)
+
+    def _unknown(self, function: object, frame: types.FrameType) -> None:
+        """Note that a function gives what nobody knows, unless it gives nothing."""
+        does = "draws random numbers in this process, by" if draws(function) else "calls"
+        text = self._notes.reason(
+            f"it {does} {name_of(function)}(), which is not known to give what its arguments decide. Call it "
+            "outside, and pass what it gives as an argument",
+            frame,
+            None,
+        )
+        self.then[id(frame)] = lambda gave: self._notes.reasons.pop(text, None) if gave is None else None
+
+    def _asked(self, function: object, arguments: Sequence[object], frame: types.FrameType) -> None:
+        """Note what an abstract class says of an object, as another class may be registered with it."""
+        if (
+            function is isinstance
+            and type(arguments[-1]) is not type
+            and not isinstance(arguments[-1], tuple)
+        ):
+            self._given(function, tuple(arguments), frame)
+
+    def _given(self, function: object, arguments: tuple[object, ...], frame: types.FrameType) -> None:
+        """Note what a function gives that may be called again at each call."""
+        if any(isinstance(one, torch.Tensor) for one in arguments):
+            return
+        # A bound method is made for each call.
+        if arguments and getattr(function, "__self__", None) is arguments[0]:
+            function = getattr(type(arguments[0]), str(getattr(function, "__name__", "")), function)
+        path = f"{name_of(function)}()"
+        self.then[id(frame)] = lambda result: self._notes.note(path, "given", function, arguments, result)
+
+
+def _answers(function: functools._lru_cache_wrapper[object]) -> str:
+    """Return what changes when a function has been asked for something new, or has forgotten all."""
+    about = function.cache_info()
+    return f"{about.misses} {about.currsize}"
+
+
+def _is_made_by_c(kind: type) -> bool:
+    """Whether C code sees the arguments that objects of a class are made of."""
+    makers = [(looked_up(kind, name), vars(object)[name]) for name in ("__new__", "__init__")]
+    return any(
+        one is not plain and not isinstance(one, (types.FunctionType, staticmethod)) for one, plain in makers
+    )

@@ -1,0 +1,174 @@
+"""What containers and buffers hold, where a function reads it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import mmap
+import threading
+import types
+from collections import deque
+
+import numpy as np
+import torch
+
+from .notes import Notes
+from .seen import MISSING, PLAIN, content_of, elements_of, keys_of, looked_up
+
+CONTAINERS = (dict, list, set, deque)
+# Nothing in these changes.
+FIXED = (*PLAIN, tuple, frozenset, range, slice, type(...), type(NotImplemented))
+_SIMPLE = frozenset(PLAIN)
+_CODE = (
+    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType),
+    *(types.MethodType, types.CodeType),
+)
+VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()), types.MappingProxyType)
+# What these hold decides nothing, but for what their methods give.
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+BUFFERS = (np.ndarray, bytearray, memoryview, mmap.mmap, ctypes.Array, ctypes.Structure)
+# C code of these modules keeps nothing in its objects that changes.
+_STEADY = frozenset(
+    "operator numpy weakref torch functools re _sre datetime decimal fractions struct _struct typing types "
+    "contextvars _contextvars _json itertools".split()
+)
+# A list with more plain values is compared as a whole.
+_MOST = 64
+# So many bytes of buffers are compared with what they were, in all.
+_MOST_BYTES = 65536
+# So many things are looked at behind one argument.
+_MOST_DEEP = 10_000
+
+
+class Contents:
+    """Notes what is in a container, in part or whole."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self._bytes = 0
+
+    def part(self, owner: object, key: object, frame: types.FrameType) -> None:
+        """Note one item of a container."""
+        kind = type(owner)
+        self._notes.numbers.pin(key)
+        if kind in FIXED:
+            self._notes.numbers.element(owner, key)
+            return
+        if isinstance(owner, types.MappingProxyType):
+            owner = gc.get_referents(owner)[0]
+        if isinstance(owner, dict):
+            self._notes.dunders(kind)
+            path = f"{kind.__name__}[{key!r:.40}]" if isinstance(key, PLAIN) else kind.__name__
+            try:
+                if is_python_method(owner, "__getitem__") or is_python_method(owner, "__contains__"):
+                    self._notes.note(
+                        path, "given", dict.get, (owner, key, MISSING), dict.get(owner, key, MISSING)
+                    )
+                else:
+                    self._notes.note(path, "item", owner, key, dict.get(owner, key, MISSING))
+            # The key is no key: Python raises for it.
+            except TypeError:
+                return
+        elif isinstance(owner, (list, deque)) and isinstance(key, int) and -len(owner) <= key < len(owner):
+            self._notes.note(f"{kind.__name__}[{key}]", "item", owner, key, owner[key])
+        else:
+            self.whole(owner, frame)
+
+    def length(self, owner: object) -> None:
+        self._notes.note(f"len({type(owner).__name__})", "length", owner, None, len(owner))  # type: ignore[arg-type]
+
+    def whole(self, owner: object, frame: types.FrameType | None = None) -> None:
+        """Note all that a container holds, a buffer's bytes, or that an iterator goes on."""
+        kind = type(owner)
+        if kind in FIXED or isinstance(owner, (*_CODE, *_LOCKS)):
+            return
+        if isinstance(owner, CONTAINERS):
+            self._notes.dunders(kind)
+            self._items(owner)
+        elif isinstance(owner, VIEWS):
+            self.whole(gc.get_referents(owner)[0], frame)
+        elif isinstance(owner, (torch.Tensor, *BUFFERS)) or kind.__module__ == "array":
+            self.buffer(owner, frame)
+        elif frame is None or isinstance(owner, (types.GeneratorType, types.CoroutineType)):
+            return
+        elif hasattr(kind, "__next__") and not isinstance(kind.__next__, types.FunctionType):
+            self._notes.unseen(f"it goes on with {kind.__name__!r} that was begun before", frame, owner)
+        elif _is_python(owner):
+            self._notes.dunders(kind)
+        elif kind.__module__.split(".")[0] not in _STEADY and (kind.__hash__ is None or gc.is_tracked(owner)):
+            self._notes.unseen(f"it reads an object of {kind.__module__}.{kind.__qualname__}", frame, owner)
+
+    def _items(self, owner: object) -> None:
+        self.length(owner)
+        kind = type(owner).__name__
+        if isinstance(owner, dict):
+            keys = list(keys_of(owner))
+            if not any(isinstance(key, torch.Tensor) for key in keys):
+                self._notes.note(f"the keys of {kind}", "keys", owner, None, keys)
+        values = list(elements_of(owner))
+        tensors = any(isinstance(value, torch.Tensor) for value in values)
+        long = len(values) > _MOST and all(isinstance(value, PLAIN) for value in values)
+        if long or (isinstance(owner, (set, frozenset)) and not tensors):
+            self._notes.note(f"what {kind} holds", "elements", owner, None, values)
+            return
+        for key, value in zip(keys if isinstance(owner, dict) else range(len(values)), values):
+            self._notes.note(f"{kind}[{key!r:.40}]", "item", owner, key, value)
+
+    def deep(self, thing: object, frame: types.FrameType, objects: bool = False, pins: bool = True) -> None:
+        """Note all that can be reached through containers, and through objects if they count."""
+        if type(thing) in _SIMPLE and type(thing) is not float:
+            return
+        todo, known = [thing], set[int]()
+        while todo and len(known) < _MOST_DEEP:
+            one = todo.pop()
+            if type(one) is float and pins:
+                self._notes.numbers.pin(one)
+            if type(one) in _SIMPLE or id(one) in known:
+                continue
+            known.add(id(one))
+            if isinstance(one, (tuple, frozenset)):
+                todo += one
+                continue
+            self.whole(one, frame)
+            if isinstance(one, CONTAINERS):
+                todo += one.values() if isinstance(one, dict) else one
+            elif objects and not isinstance(one, (torch.Tensor, torch.nn.Module, *_CODE)):
+                space = getattr(one, "__dict__", None)
+                todo += [] if space is None else [space]
+
+    def buffer(self, owner: object, frame: types.FrameType | None) -> None:
+        """Note the bytes of a buffer, or of a tensor of this process."""
+        if isinstance(owner, torch.Tensor) and type(owner) not in (torch.Tensor, torch.nn.Parameter):
+            return
+        if type(owner) in FIXED or (id(owner), "bytes", None) in self._notes.found:
+            return
+        content = None if _large(owner) else content_of(owner)
+        size = len(content[-1]) if content is not None else 0  # type: ignore[arg-type]
+        if content is not None and self._bytes + size <= _MOST_BYTES:
+            self._bytes += size
+            self._notes.note(f"what {type(owner).__name__} holds", "bytes", owner, None, content)
+        elif isinstance(owner, torch.Tensor):
+            self._notes.note("the version of a local tensor", "version", owner, None, owner._version)
+        elif frame is not None:
+            what = (
+                f"it reads {type(owner).__name__}, which holds objects or more than {_MOST_BYTES >> 10} KiB"
+            )
+            self._notes.unseen(what, frame, owner)
+
+
+def is_python_method(owner: object, name: str) -> bool:
+    """Whether Python code runs when Python itself calls this method of an object."""
+    return isinstance(
+        looked_up(type(owner), name), (types.FunctionType, functools.partialmethod, classmethod)
+    )
+
+
+def _is_python(owner: object) -> bool:
+    """Whether what an object holds is in attributes."""
+    slots = any("__slots__" in vars(base) for base in type(owner).__mro__)
+    return slots or isinstance(getattr(owner, "__dict__", None), dict)
+
+
+def _large(owner: object) -> bool:
+    return isinstance(owner, (torch.Tensor, np.ndarray)) and owner.nbytes > _MOST_BYTES

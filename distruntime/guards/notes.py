@@ -1,0 +1,175 @@
+"""What one recorded call has read: notes of it, and the reasons for which each call must be recorded."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections import Counter
+from collections.abc import Sequence, Set
+
+import torch
+
+from ..log.line import line_from, line_text, of_a_library, own_line
+from .arithmetic import Arithmetic
+from .functions import is_trusted
+from .seen import MISSING, PLAIN, TENSOR, Key, Seen, key_of, looked_up
+
+_SIMPLE = frozenset(PLAIN)
+_HOLDERS = (types.FunctionType, types.MethodType, staticmethod, classmethod, functools.partial, property)
+# The type's flag says that Python code, or C code at run time, has made it, and that it may change.
+HEAP = 1 << 9
+
+
+class Notes:
+    """What one call has read, of what was there before it."""
+
+    def __init__(self, numbers: Arithmetic) -> None:
+        self.numbers = numbers
+        # Each read, by its owner's id, its form and its key.
+        self.found: dict[Key, Seen] = {}
+        # Why each call must be recorded, with the object that it depends on, if there is one.
+        self.reasons: dict[str, object] = {}
+        # The ids of objects that the call has made, once it is over.
+        self.made: Set[int] = frozenset()
+        self._types: set[type] = set()
+
+    def note(self, path: str, form: str, owner: object, key: object, value: object) -> None:
+        """Note that something was read, and what it was."""
+        held = TENSOR if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor else value
+        one = Seen(path, form, owner, key, held)
+        name = key_of(one)
+        if self.found.setdefault(name, one) is one and isinstance(value, _HOLDERS):
+            self.function(value)
+        self.numbers.read(name, value)
+
+    def function(self, value: object) -> None:
+        """Note what a function is, as it can be changed where it stands."""
+        while isinstance(value, _HOLDERS[1:]):
+            inner = value.fget if isinstance(value, property) else getattr(value, "func", None)
+            value = inner if inner is not None else getattr(value, "__func__", None)
+        if isinstance(value, functools._lru_cache_wrapper):
+            value = value.__wrapped__
+        if not isinstance(value, types.FunctionType) or of_a_library(value.__code__.co_filename):
+            return
+        if (id(value), "attribute", "__code__") not in self.found:
+            for name in ("__code__", "__defaults__", "__kwdefaults__"):
+                self.note(f"{value.__name__}.{name}", "attribute", value, name, getattr(value, name))
+            for key, default in (value.__kwdefaults__ or {}).items():
+                path = f"{value.__name__}.__kwdefaults__[{key!r}]"
+                self.note(path, "item", value.__kwdefaults__, key, default)
+
+    def reason(self, what: str, frame: types.FrameType | None, owner: object) -> str:
+        text = f"{what}\n  at {line_text(own_line(line_from(frame)))}"
+        self.reasons.setdefault(text, owner)
+        return text
+
+    def unseen(self, what: str, frame: types.FrameType, owner: object) -> None:
+        # torch's own Python depends on nothing else.
+        if is_trusted(frame.f_code.co_filename):
+            return
+        self.reason(
+            f"{what}, and nobody can see whether that changes. Read it outside, and pass what it gives as an "
+            "argument",
+            frame,
+            owner,
+        )
+
+    def cls(self, kind: type, name: str) -> None:
+        """Note what a class and its bases have under a name. Classes of C code cannot change."""
+        if kind.__flags__ & HEAP and (id(kind), "class", name) not in self.found:
+            self.note(f"{kind.__name__}.{name}", "class", kind, name, looked_up(kind, name))
+
+    def after_class(self, kind: type, cls: type, name: str) -> None:
+        bases = kind.__mro__
+        for base in bases[bases.index(cls) + 1 :]:
+            self.cls(base, name)
+            if name in vars(base):
+                break
+
+    def dunders(self, kind: type) -> None:
+        """Note the functions of a class that Python calls by itself, for an operator or a loop."""
+        if kind in self._types or not kind.__flags__ & HEAP or issubclass(kind, torch.Tensor):
+            return
+        self._types.add(kind)
+        for base in kind.__mro__:
+            if base.__flags__ & HEAP:
+                for name, value in list(vars(base).items()):
+                    if name.startswith("__") and isinstance(value, types.FunctionType):
+                        self.cls(kind, name)
+
+    def settle(self, made: Set[int]) -> list[str]:
+        """Let go of what the call itself has made, or has held alone. Return the reasons that are left.
+
+        `made` are the ids of objects that were not there before. What the call has put there itself is no
+        state that it depends on.
+        """
+        self.numbers.settle()
+        self.made = made
+        self.found = {key: one for key, one in self.found.items() if not _of_made(one, made)}
+        self.reasons = {text: owner for text, owner in self.reasons.items() if id(owner) not in made}
+        lone = object()
+        # The variable, and the argument of the function that counts.
+        spare = sys.getrefcount(lone)
+        while dead := self._dead(spare):
+            for key in dead:
+                if isinstance(key, str):
+                    del self.reasons[key]
+                else:
+                    del self.found[key]
+        self.numbers.keep(self.found)
+        return list(self.reasons)
+
+    def _dead(self, spare: int) -> list[Key | str]:
+        """Return the notes and reasons about things that nothing but notes and reasons holds."""
+        own = Counter(map(id, self.reasons.values()))
+        for one in self.found.values():
+            own.update((id(one.holder), id(one.held), *map(id, _copied(one))))
+        dead: list[Key | str] = []
+        for key, one in self.found.items():
+            thing = one.holder
+            alone = sys.getrefcount(thing) - spare <= own[id(thing)]
+            if one.form == "given":
+                for thing in one.key:  # type: ignore[attr-defined]
+                    count = sys.getrefcount(thing) - spare
+                    alone = alone or (type(thing) not in _SIMPLE and count <= own[id(thing)])
+            if alone:
+                dead.append(key)
+        # The iterator of a dictionary's items would hold one more reference.
+        for text in self.reasons:
+            thing = self.reasons[text]
+            if sys.getrefcount(thing) - spare <= own[id(thing)]:
+                dead.append(text)
+        return dead
+
+    def renew(self) -> dict[Key, object]:
+        """Let each read say what is there now. Return what was read where that was something else.
+
+        Something that the call itself has put there is no state that it depends on. The next call finds what
+        is there now. Values that are not plain count as None.
+        """
+        changed: dict[Key, object] = {}
+        for key, one in list(self.found.items()):
+            try:
+                now = one.now()
+            except (LookupError, AttributeError, ValueError):
+                now = MISSING
+            if (isinstance(now, torch.Tensor) and one.held is TENSOR) or one.is_as(one.held, now):
+                continue
+            changed[key] = one.held if type(one.held) in _SIMPLE else None
+            one.held = TENSOR if isinstance(now, torch.Tensor) and type(now) is not torch.Tensor else now
+            if now is MISSING and one.form != "item" and one.form != "class":
+                del self.found[key]
+        return changed
+
+
+def _of_made(one: Seen, made: Set[int]) -> bool:
+    given = one.form == "given" and any(id(thing) in made for thing in one.key)  # type: ignore[attr-defined]
+    return given or id(one.holder) in made
+
+
+def _copied(one: Seen) -> Sequence[object]:
+    """Return what a note holds in a list or tuple of its own."""
+    if one.form == "given":
+        return one.key  # type: ignore[return-value]
+    return one.held if one.form in ("elements", "keys") else ()  # type: ignore[return-value]

@@ -16,8 +16,8 @@ _MODULES = frozenset(
     "builtins math cmath operator itertools functools collections _struct struct bisect heapq statistics "
     "unicodedata zlib binascii json _json pickle copyreg abc _abc typing re _sre _string string torch numpy "
     "decimal datetime weakref contextvars array types enum ast copy hashlib _hashlib _sha2 _md5 _imp "
-    "_operator _functools _collections _bisect _heapq _statistics _pickle _datetime _weakref _contextvars _typing "
-    "fractions mmap ctypes _ctypes sys".split()
+    "_operator _functools _collections _bisect _heapq _statistics _pickle _datetime _weakref _contextvars "
+    "_typing fractions mmap ctypes _ctypes sys".split()
 )
 # These of them are not.
 _NOT = frozenset(

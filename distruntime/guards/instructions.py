@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from .operands import depths
 
-_VERSION = sys.version_info[:2]
-
 
 class Reading(NamedTuple):
     """What an instruction reads: its kind, its argument, and how deep the stack is before it.
@@ -26,11 +24,11 @@ class Reading(NamedTuple):
     behind: bool
 
 
-# Python's table of effects counts a call's operands at the first of its two instructions in Python 3.11.
-_CALL = "PRECALL" if _VERSION == (3, 11) else "CALL"
+# A call's operands are counted at the first of its two instructions in Python 3.11.
+_CALL = "PRECALL" if sys.version_info[:2] == (3, 11) else "CALL"
 # The kind of each instruction, by its name. An operand is named by how many values lie above it.
 _KINDS = {
-    **dict.fromkeys(("LOAD_GLOBAL", "LOAD_NAME"), "global"),
+    **dict.fromkeys(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"), "global"),
     **dict.fromkeys(("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"), "cell"),
     **dict.fromkeys(("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"), "attribute"),
     "LOAD_SUPER_ATTR": "super",
@@ -49,7 +47,8 @@ _KINDS = {
     "UNARY_NEGATIVE": "negative",
     **dict.fromkeys(("UNARY_POSITIVE", "UNARY_INVERT"), "iterate"),
     **dict.fromkeys(("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"), "text"),
-    **dict.fromkeys(("SETUP_WITH", "BEFORE_WITH", "SETUP_ASYNC_WITH", "BEFORE_ASYNC_WITH"), "with"),
+    **dict.fromkeys("SETUP_WITH BEFORE_WITH SETUP_ASYNC_WITH BEFORE_ASYNC_WITH LOAD_SPECIAL".split(), "with"),
+    "MATCH_CLASS": "match",
     **dict.fromkeys("CALL_FUNCTION CALL_METHOD CALL_FUNCTION_KW CALL_FUNCTION_EX CALL_KW".split(), "call"),
     _CALL: "call",
 }
@@ -71,28 +70,30 @@ def readings(code: CodeType) -> Mapping[int, Reading]:
     The instruction behind one whose result matters is in it too, of the kind "".
     """
     deep, found = depths(code), dict[int, Reading]()
-    prefixes: list[int] = []
-    matters = False
+    first, matters = -1, False
     for one in dis.get_instructions(code):
         if one.opname == "CACHE" or one.opname == "CALL" != _CALL:
             continue
-        # It belongs to the instruction behind it, and an event may name either.
+        first = one.offset if first < 0 else first
+        # It belongs to the instruction behind it. Some versions tell of the first of these alone.
         if one.opname == "EXTENDED_ARG":
-            prefixes.append(one.offset)
             continue
-        kind, argument, depth = _kind(one), one.argval, deep.get(one.offset, -1)
+        kind, depth = _kind(one), deep.get(one.offset, -1)
+        argument: object = one.argval
         if kind == "cell":
             argument = one.arg, one.argval
         elif kind == "call":
             argument = one.opname, one.arg
+        elif kind == "match":
+            argument = one.arg
         elif kind == "both":
             argument = one.argrepr or one.opname
-        elif kind == "text" and (one.opname == "FORMAT_WITH_SPEC" or (one.arg or 0) & 4):
-            depth -= 1
-        for at in (*prefixes, one.offset):
-            if depth > -1 and (kind or matters):
-                found[at] = Reading(kind, argument, depth, matters)
-        prefixes, matters = [], kind in _WITH_RESULT
+        elif kind == "text":
+            # A format lies above the value.
+            argument = int(one.opname == "FORMAT_WITH_SPEC" or (one.arg or 0) & 4 > 0)
+        if depth > -1 and (kind or matters):
+            found[first] = Reading(kind, argument, depth, matters)
+        first, matters = -1, kind in _WITH_RESULT
     return found
 
 
@@ -100,6 +101,8 @@ def _kind(one: dis.Instruction) -> str:
     name = one.opname
     if name == "BINARY_OP" and one.argrepr == "[]":
         return "item"
+    if name == "CALL_INTRINSIC_1" and one.argrepr == "INTRINSIC_UNARY_POSITIVE":
+        return "iterate"
     if name.startswith("POP_JUMP") and "NONE" not in name:
         return "truth"
     if name == "BINARY_OP" or name.startswith("INPLACE_") or name in _BINARY_OF_3_10:

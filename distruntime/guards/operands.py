@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from types import CellType, CodeType, FrameType
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)
-# A frame object points to the interpreter's own frame from Python 3.11. In it the variables begin at this word,
-# and the stack follows them. In Python 3.10 the frame object has both itself.
+# A frame object points to the interpreter's own frame from Python 3.11. In it the variables begin at this
+# word, and the stack follows them. In Python 3.10 the frame object has both itself.
 _VARIABLES = {(3, 10): 44, (3, 11): 9, (3, 12): 9, (3, 13): 9, (3, 14): 10}
 _VERSION = sys.version_info[:2]
 _INSIDE = _VERSION == (3, 10)

@@ -85,7 +85,7 @@ class Reads:
         # What is done with the result of the instruction that a frame is at, by the frame's id.
         self._then: dict[int, Callable[[object], None]] = {}
         self._types: set[type] = set()
-        # Frames that this call has begun, by place. No place of a generator that was begun before is among them.
+        # The places of frames that this call has begun. A generator that was begun before has another one.
         self._begun: set[int] = set()
         self._bytes = 0
         self.step_of: dict[str, Callable[[types.FrameType, Reading], None]] = {
@@ -103,6 +103,7 @@ class Reads:
             "truth": self._truth,
             "text": self._text,
             "with": self._with,
+            "match": self._match,
             "call": self._call,
         }
 
@@ -128,6 +129,10 @@ class Reads:
             self._begun.add(place)
         elif place not in self._begun:
             self._reason(f"the generator {frame.f_code.co_name!r} was begun before", frame.f_back, None)
+
+    def cannot_look(self, why: str) -> None:
+        """Note that nobody sees what this call reads."""
+        self._reasons.setdefault(f"nobody can see what it reads: {why} ({sys.version.split()[0]})", None)
 
     # -- notes -----------------------------------------------------------------------------------------------
 
@@ -218,6 +223,21 @@ class Reads:
             self._class(kind, "__getattribute__")
         else:
             self._given_attribute(owner, name, frame)
+
+    def _match(self, frame: types.FrameType, one: Reading) -> None:
+        """Note what a pattern with the name of a class reads: `case Point(x, y=1)`."""
+        names, kind, owner = (operands.operand(frame, one.depth, below) for below in range(3))
+        if not isinstance(kind, type):
+            return
+        matches = isinstance(owner, kind)
+        # An abstract class may be told of another one.
+        if type(kind) is not type and not isinstance(owner, torch.Tensor):
+            self.note("isinstance()", "given", isinstance, (owner, kind), matches)
+        if matches:
+            self.attribute(kind, "__match_args__", frame)
+            first = getattr(kind, "__match_args__", ())[: one.argument]
+            for name in (*first, *names):  # type: ignore[misc]
+                self.attribute(owner, str(name), frame)
 
     def _of_tensor(self, owner: torch.Tensor, name: str, frame: types.FrameType) -> None:
         self._class(type(owner), name)
@@ -365,7 +385,7 @@ class Reads:
             self._follow(frame, term)
 
     def _text(self, frame: types.FrameType, one: Reading) -> None:
-        self._deep(operands.operand(frame, one.depth), frame)
+        self._deep(operands.operand(frame, one.depth, one.argument), frame)  # type: ignore[arg-type]
 
     def _with(self, frame: types.FrameType, one: Reading) -> None:
         self._dunders(type(operands.operand(frame, one.depth)))

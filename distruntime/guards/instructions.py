@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from .operands import depths
 
-_VERSION = sys.version_info[:2]
-
 
 class Reading(NamedTuple):
     """What an instruction reads: its kind, a name and a number, and how deep the stack is before it.
@@ -28,10 +26,10 @@ class Reading(NamedTuple):
 
 
 # Python's table of effects counts a call's operands at the first of its two instructions in Python 3.11.
-_CALL = "PRECALL" if _VERSION == (3, 11) else "CALL"
+_CALL = "PRECALL" if sys.version_info[:2] == (3, 11) else "CALL"
 # The kind of each instruction, by its name. An operand is named by how many values lie above it.
 _KINDS = {
-    **dict.fromkeys(("LOAD_GLOBAL", "LOAD_NAME"), "global"),
+    **dict.fromkeys(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"), "global"),
     **dict.fromkeys(("LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"), "cell"),
     **dict.fromkeys(("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"), "attribute"),
     "LOAD_SUPER_ATTR": "super",
@@ -50,7 +48,8 @@ _KINDS = {
     "UNARY_NEGATIVE": "negative",
     **dict.fromkeys(("UNARY_POSITIVE", "UNARY_INVERT"), "iterate"),
     **dict.fromkeys(("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"), "text"),
-    **dict.fromkeys(("SETUP_WITH", "BEFORE_WITH", "SETUP_ASYNC_WITH", "BEFORE_ASYNC_WITH"), "with"),
+    **dict.fromkeys("SETUP_WITH BEFORE_WITH SETUP_ASYNC_WITH BEFORE_ASYNC_WITH LOAD_SPECIAL".split(), "with"),
+    "MATCH_CLASS": "match",
     **dict.fromkeys("CALL_FUNCTION CALL_METHOD CALL_FUNCTION_KW CALL_FUNCTION_EX CALL_KW".split(), "call"),
     _CALL: "call",
 }
@@ -72,26 +71,25 @@ def readings(code: CodeType) -> Mapping[int, Reading]:
     The instruction behind one whose result matters is in it too, of the kind "".
     """
     deep, found = depths(code), dict[int, Reading]()
-    prefixes: list[int] = []
-    matters = False
+    first, matters = -1, False
     for one in dis.get_instructions(code):
         if one.opname == "CACHE" or one.opname == "CALL" != _CALL:
             continue
-        # It belongs to the instruction behind it, and an event may name either.
+        first = one.offset if first < 0 else first
+        # It belongs to the instruction behind it. Some versions tell of the first of these alone.
         if one.opname == "EXTENDED_ARG":
-            prefixes.append(one.offset)
             continue
-        kind, name, depth, number = _kind(one), str(one.argval), deep.get(one.offset, -1), one.arg or 0
+        kind, name, number, depth = _kind(one), str(one.argval), one.arg or 0, deep.get(one.offset, -1)
         if kind == "call":
             name = one.opname
         elif kind == "both":
             name = one.argrepr or one.opname
-        elif kind == "text" and (one.opname == "FORMAT_WITH_SPEC" or number & 4):
-            depth -= 1
-        for at in (*prefixes, one.offset):
-            if depth > -1 and (kind or matters):
-                found[at] = Reading(kind, name, number, depth, matters)
-        prefixes, matters = [], kind in _WITH_RESULT
+        elif kind == "text":
+            # A format lies above the value.
+            number = int(one.opname == "FORMAT_WITH_SPEC" or number & 4 > 0)
+        if depth > -1 and (kind or matters):
+            found[first] = Reading(kind, name, number, depth, matters)
+        first, matters = -1, kind in _WITH_RESULT
     return found
 
 
@@ -99,6 +97,8 @@ def _kind(one: dis.Instruction) -> str:
     name = one.opname
     if name == "BINARY_OP" and one.argrepr == "[]":
         return "item"
+    if name == "CALL_INTRINSIC_1" and one.argrepr == "INTRINSIC_UNARY_POSITIVE":
+        return "iterate"
     if name.startswith("POP_JUMP") and "NONE" not in name:
         return "truth"
     if name == "BINARY_OP" or name.startswith("INPLACE_") or name in _BINARY_OF_3_10:

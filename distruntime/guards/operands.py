@@ -58,8 +58,8 @@ def depths(code: CodeType) -> Mapping[int, int]:
         found[at] = depth
         one = by_offset[at]
         argument = one.arg if one.opcode >= dis.HAVE_ARGUMENT else None
-        jumps = one.opcode in dis.hasjrel or one.opcode in dis.hasjabs
-        if jumps:
+        # Python 3.14 names the beginning of the loop at its end, and does not jump there.
+        if (one.opcode in dis.hasjrel or one.opcode in dis.hasjabs) and one.opname != "END_ASYNC_FOR":
             todo.append((one.argval, depth + dis.stack_effect(one.opcode, argument, jump=True)))
         if one.opname not in _ENDS:
             effect = dis.stack_effect(one.opcode, argument, jump=False)

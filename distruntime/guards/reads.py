@@ -77,6 +77,26 @@ class Reads:
             self.notes.note(name, "item", space, name, MISSING)
             self.notes.note(name, "item", frame.f_builtins, name, frame.f_builtins.get(name, MISSING))
 
+    def cannot_look(self, why: str) -> None:
+        """Note that nobody sees what this call reads."""
+        text = f"nobody can see what it reads: {why} ({sys.version.split()[0]})"
+        self.notes.reasons.setdefault(text, None)
+
+    def _match(self, frame: types.FrameType, one: Reading) -> None:
+        """Note what a pattern with the name of a class reads: `case Point(x, y=1)`."""
+        names, kind, owner = (operands.operand(frame, one.depth, below) for below in range(3))
+        if not isinstance(kind, type):
+            return
+        matches = isinstance(owner, kind)
+        # An abstract class may be told of another one.
+        if type(kind) is not type and not isinstance(owner, torch.Tensor):
+            self.notes.note("isinstance()", "given", isinstance, (owner, kind), matches)
+        if matches:
+            self._attributes.read(kind, "__match_args__", frame)
+            first = getattr(kind, "__match_args__", ())[: one.number]
+            for name in (*first, *names):  # type: ignore[misc]
+                self._attributes.read(owner, str(name), frame)
+
     def _import(self, frame: types.FrameType, one: Reading) -> None:
         name = one.name
         self.notes.note(name, "item", sys.modules, name, sys.modules.get(name, MISSING))
@@ -138,7 +158,7 @@ class Reads:
             self._calls.follow(frame, term)
 
     def _text(self, frame: types.FrameType, one: Reading) -> None:
-        self._contents.deep(operands.operand(frame, one.depth), frame)
+        self._contents.deep(operands.operand(frame, one.depth, one.number), frame)
 
     def _with(self, frame: types.FrameType, one: Reading) -> None:
         self.notes.dunders(type(operands.operand(frame, one.depth)))
@@ -181,5 +201,6 @@ _STEPS: Mapping[str, Callable[[Reads, types.FrameType, Reading], None]] = {
     "truth": Reads._truth,
     "text": Reads._text,
     "with": Reads._with,
+    "match": Reads._match,
     "call": Reads._call,
 }

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dis
 import functools
-import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import ParamSpec, TypeVar
 
@@ -22,8 +22,6 @@ from .operands import known
 from .reads import Reads
 
 _MONITORED = sys.version_info >= (3, 12)
-# The number of this tool among those that Python knows: debuggers, coverage and profilers have 0 to 2.
-_TOOL = 4
 P = ParamSpec("P")
 R = TypeVar("R")
 Local = Callable[[FrameType, str, object], object]
@@ -33,18 +31,17 @@ def traced(reads: Reads, function: Callable[P, R], *args: P.args, **kwargs: P.kw
     """Call a function, and let `reads` see what this thread's Python reads meanwhile."""
     reads.base = id(sys._getframe())
     if not known():
-        reads.notes.reason("this interpreter does not show what a function reads", sys._getframe(1), None)
+        reads.cannot_look("distruntime does not know how this Python keeps its operands")
         return function(*args, **kwargs)
-    before = _begin(reads) if _MONITORED else sys.gettrace()
-    if not _MONITORED:
-        sys.settrace(_Tracer(reads).enter)  # type: ignore[arg-type]
+    if _MONITORED:
+        with _monitored(reads):
+            return function(*args, **kwargs)
+    before = sys.gettrace()
+    sys.settrace(_Tracer(reads).enter)  # type: ignore[arg-type]
     try:
         return function(*args, **kwargs)
     finally:
-        if _MONITORED:
-            _end(before)
-        else:
-            sys.settrace(before)  # type: ignore[arg-type]
+        sys.settrace(before)
 
 
 def _looked_at(frame: FrameType, base: int) -> bool:
@@ -76,7 +73,7 @@ class _Tracer:
         if not _looked_at(frame, self._reads.base):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        self._reads.enter(frame, frame.f_lasti in _resumptions(frame.f_code))
+        self._reads.enter(frame, frame.f_lasti not in _starts(frame.f_code))
         code = frame.f_code
         found = self._locals.get(code)
         if found is None:
@@ -97,50 +94,63 @@ class _Tracer:
 
 
 @functools.lru_cache(maxsize=16384)
-def _resumptions(code: CodeType) -> frozenset[int]:
-    """Return where a generator's frame stands when it goes on."""
-    if sys.version_info < (3, 11):
-        return frozenset(range(len(code.co_code))) if code.co_flags & _GENERATOR else frozenset()
+def _starts(code: CodeType) -> frozenset[int]:
+    """Return where a frame stands when it begins, and not when a generator goes on or is thrown into."""
     steps = dis.get_instructions(code)
-    return frozenset(one.offset for one in steps if one.opname == "RESUME" and (one.arg or 0) & 3)
-
-
-_GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+    return frozenset(
+        (-1, *(one.offset for one in steps if one.opname == "RESUME" and not (one.arg or 0) & 3))
+    )
 
 
 if _MONITORED:
     _monitoring = getattr(sys, "monitoring")  # noqa: B009
     _events = _monitoring.events
-    _lock = threading.Lock()
-    # What sees the reads of each thread that records.
-    _reading: dict[int, Reads] = {}
+    # Python of the user's may run in a collection, wherever this package's does.
+    _lock = threading.RLock()
+    # What sees the reads of each thread that records, and the ids of the frames that are looked at.
+    _reading: dict[int, tuple[Reads, set[int]]] = {}
+    # The codes whose instructions Python tells of, by id: another one may be equal.
+    _named: dict[int, CodeType] = {}
+    # The number of this tool, while a thread records.
+    _tools: list[int] = []
+    # Python knows tools by these numbers, and by no others. It has names for 0, 1, 2 and 5.
+    _NUMBERS = (4, 3, 5, 2, 1, 0)
 
-    def _begin(reads: Reads) -> object:
+    @contextmanager
+    def _monitored(reads: Reads) -> Iterator[None]:
         with _lock:
-            if not _reading:
-                _monitoring.use_tool_id(_TOOL, "distruntime")
-                for event, function in _CALLBACKS.items():
-                    _monitoring.register_callback(_TOOL, event, function)
-                _monitoring.restart_events()
-                _monitoring.set_events(_TOOL, _events.PY_START | _events.PY_RESUME)
-            before = _reading.get(threading.get_ident())
-            _reading[threading.get_ident()] = reads
-        return before
+            if not _tools:
+                _tools.extend([number for number in _NUMBERS if _monitoring.get_tool(number) is None][:1])
+                if _tools:
+                    _begin(_tools[0])
+            if _tools:
+                _reading[threading.get_ident()] = reads, set()
+            else:
+                reads.cannot_look("other tools have all numbers of sys.monitoring")
+        try:
+            yield
+        finally:
+            with _lock:
+                _reading.pop(threading.get_ident(), None)
+                if _tools and not _reading:
+                    _end(_tools.pop())
 
-    def _end(before: object) -> None:
-        with _lock:
-            del _reading[threading.get_ident()]
-            if isinstance(before, Reads):
-                _reading[threading.get_ident()] = before
-            if not _reading:
-                _monitoring.set_events(_TOOL, 0)
-                for code in _named:
-                    _monitoring.set_local_events(_TOOL, code, 0)
-                _named.clear()
-                _monitoring.free_tool_id(_TOOL)
+    def _begin(tool: int) -> None:
+        _monitoring.use_tool_id(tool, "distruntime")
+        for event, function in _CALLBACKS.items():
+            _monitoring.register_callback(tool, event, function)
+        # A tool that had the number may have asked not to be told of something.
+        _monitoring.restart_events()
+        _monitoring.set_events(tool, _events.PY_START | _events.PY_RESUME | _events.PY_THROW)
 
-    # The codes whose instructions Python tells of.
-    _named: set[CodeType] = set()
+    def _end(tool: int) -> None:
+        _monitoring.set_events(tool, 0)
+        for code in _named.values():
+            _monitoring.set_local_events(tool, code, 0)
+        _named.clear()
+        for event in _CALLBACKS:
+            _monitoring.register_callback(tool, event, None)
+        _monitoring.free_tool_id(tool)
 
     def _begins(code: CodeType, offset: int) -> object:
         return _enter(code, False)
@@ -148,30 +158,47 @@ if _MONITORED:
     def _resumes(code: CodeType, offset: int) -> object:
         return _enter(code, True)
 
+    def _throws(code: CodeType, offset: int, error: BaseException) -> None:
+        # Python cannot be asked not to tell of these.
+        _enter(code, True)
+
     def _enter(code: CodeType, resumed: bool) -> object:
         if not is_traced(code.co_filename):
             return _monitoring.DISABLE
-        reads = _reading.get(threading.get_ident())
-        if reads is not None:
-            frame = sys._getframe(2)
+        reading = _reading.get(threading.get_ident())
+        if reading is not None:
+            (reads, frames), frame = reading, sys._getframe(2)
+            # One that has ended may have had the id.
+            frames.discard(id(frame))
             if _looked_at(frame, reads.base):
+                frames.add(id(frame))
                 reads.enter(frame, resumed)
-                if code not in _named:
-                    _named.add(code)
-                    _monitoring.set_local_events(_TOOL, code, _events.INSTRUCTION)
+                _name(code)
         return None
 
+    def _name(code: CodeType) -> None:
+        """Let Python tell of each instruction of a code from now on."""
+        with _lock:
+            if id(code) not in _named:
+                _named[id(code)] = code
+                _monitoring.set_local_events(_tools[0], code, _events.INSTRUCTION)
+
     def _instruction(code: CodeType, offset: int) -> object:
+        # What it reads is a fact of the code, so no thread needs to be told of it again.
         one = readings(code).get(offset)
         if one is None:
             return _monitoring.DISABLE
-        reads = _reading.get(threading.get_ident())
-        if reads is not None:
-            reads.step(sys._getframe(1), one)
+        reading = _reading.get(threading.get_ident())
+        if reading is not None:
+            (reads, frames), frame = reading, sys._getframe(1)
+            # What a library does beneath this package may run the code, too.
+            if id(frame) in frames:
+                reads.step(frame, one)
         return None
 
     _CALLBACKS = {
         _events.PY_START: _begins,
         _events.PY_RESUME: _resumes,
+        _events.PY_THROW: _throws,
         _events.INSTRUCTION: _instruction,
     }

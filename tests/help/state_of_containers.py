@@ -23,6 +23,16 @@ def list_in_a_tuple(here: Here) -> State:
     return (lambda: values[1][0][0]), (lambda k: values[1][0].__setitem__(0, float(k)))
 
 
+class _Row(list[float]):
+    """A list of the user's own, which C code fills."""
+
+
+@kind()
+def list_that_is_copied_by_its_class(here: Here) -> State:
+    values = [1.0, 2.0]
+    return (lambda: _Row(values)[0]), (lambda k: values.__setitem__(0, float(k)))
+
+
 @kind()
 def list_that_grows(here: Here) -> State:
     values = [1.0]

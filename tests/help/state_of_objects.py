@@ -27,6 +27,44 @@ def attribute_that_also_decides(here: Here) -> State:
 
 
 @kind()
+def attribute_in_a_pattern(here: Here) -> State:
+    box = Holder()
+
+    def read() -> float:
+        match box:
+            case Holder(v=value):
+                return value
+        return 0.0
+
+    return read, (lambda k: setattr(box, "v", float(k)))
+
+
+class _Pair:
+    __match_args__ = ("one", "other")
+
+    def __init__(self) -> None:
+        self.one, self.other = 2.0, 3.0
+
+
+@kind()
+def place_in_a_pattern(here: Here) -> State:
+    pair = _Pair()
+
+    def read() -> float:
+        match pair:
+            case _Pair(one, other):
+                return one
+        return 0.0
+
+    def change(k: int) -> None:
+        pair.one = float(k)
+        if k == 11:
+            here.put(_Pair, "__match_args__", ("other", "one"))
+
+    return read, change
+
+
+@kind()
 def attribute_that_is_rounded(here: Here) -> State:
     """Before the last change the number is the float itself."""
     box = Holder()

@@ -3,6 +3,8 @@
 Objects here write down what is done with them. That has to be what was seen, in that order.
 """
 
+# Its functions are there for their bytecode.
+# ruff: noqa: B015, B018, F841, RUF012, RUF059
 from __future__ import annotations
 
 import ctypes
@@ -143,18 +145,17 @@ class Seen:
         event: Event = ()
         match one.kind:
             case "cell":
-                place, name = one.argument  # type: ignore[misc]
-                cell = operands.cell(frame, place)
+                name, cell = one.name, operands.cell(frame, one.number)
                 assert cell is not None
                 # The body of a class has its own names.
                 self.cells.append((frame.f_locals.get(name, cell.cell_contents), cell.cell_contents))
             case "call":
-                function, given = operands.called(frame, one.depth, *one.argument)  # type: ignore[misc]
+                function, given = operands.called(frame, one.depth, one.name, one.number)
                 if isinstance(function, types.MethodType):
                     function, given = function.__func__, (function.__self__, *given)
                 event = "call", function, *given
             case "attribute" | "super":
-                event = "attribute", at(), one.argument
+                event = "attribute", at(), one.name
             case "item" | "both":
                 event = one.kind, at(1), at()
             case "slice":
@@ -164,7 +165,7 @@ class Seen:
             case "match" if at(1) is Noted:
                 self.found += [("attribute", at(2), name, None) for name in at()]  # type: ignore[attr-defined]
             case "text":
-                event = one.kind, at(one.argument)  # type: ignore[arg-type]
+                event = one.kind, at(one.number)
             case "negative" | "truth" | "iterate" | "with":
                 event = one.kind, at()
         # Nothing is written down of what is done with other objects.
@@ -198,8 +199,7 @@ def seen(function: Callable[..., object], *given: object) -> Seen:
     """Call a function while it is looked at."""
     done.clear()
     found = Seen()
-    with tracing.traced(found):  # type: ignore[arg-type]
-        function(*given)
+    tracing.traced(found, function, *given)  # type: ignore[arg-type]
     return found
 
 
@@ -528,9 +528,12 @@ def test_two_threads_see_what_each_of_them_reads() -> None:
     def look(k: int) -> None:
         one = Seen()
         found.append(one)
-        with tracing.traced(one):  # type: ignore[arg-type]
+
+        def work() -> None:
             together.wait(20)
             reads(a[k], k)
+
+        tracing.traced(one, work)  # type: ignore[arg-type]
 
     threads = [threading.Thread(target=look, args=(k,)) for k in range(2)]
     for thread in threads:

@@ -10,6 +10,7 @@ import ctypes
 import decimal
 import functools
 import gc
+import inspect
 import mmap
 import operator
 import sys
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 
 from ..log.line import line_from, line_text, of_a_library, own_line
+from ..log.tape import recorded
 from . import operands
 from .anchors import Anchor
 from .arithmetic import Arithmetic, Term, operator_of
@@ -68,6 +70,7 @@ _MOST = 64
 _MOST_BYTES = 65536
 # So many things are looked at behind one argument.
 _MOST_DEEP = 10_000
+_GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _GETTERS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
 _PICKLING = ("_pickle", "_json", "copyreg", "json", "pickle")
 
@@ -85,7 +88,7 @@ class Reads:
         # What is done with the result of the instruction that a frame is at, by the frame's id.
         self._then: dict[int, Callable[[object], None]] = {}
         self._types: set[type] = set()
-        # Frames that this call has begun, by id.
+        # The frames of generators that this call has begun, by id.
         self._begun: set[int] = set()
         self._bytes = 0
         self.step_of: dict[str, Callable[[types.FrameType, Reading], None]] = {
@@ -111,21 +114,33 @@ class Reads:
 
         It stands in the user's stack, where an error would be taken for one of the user's.
         """
+        if recorded.aside:
+            return
         try:
             if self._then and (then := self._then.pop(id(frame), None)) is not None:
                 then(operands.operand(frame, one.depth))
             if one.kind:
                 self.step_of[one.kind](frame, one)
         except Exception as error:
+            # A signal's handler has raised it just now.
+            if id(error) == recorded.thrown:
+                raise
             kind = f"{type(error).__name__}: {error}"
             self._reason(f"what it reads could not be looked at ({kind})", frame, None)
 
     def enter(self, frame: types.FrameType, resumed: bool) -> None:
         """Note that a frame begins to run, or goes on."""
+        if recorded.aside:
+            return
         if not resumed:
-            self._begun.add(id(frame))
+            if frame.f_code.co_flags & _GENERATOR:
+                self._begun.add(id(frame))
         elif id(frame) not in self._begun:
             self._reason(f"the generator {frame.f_code.co_name!r} was begun before", frame.f_back, None)
+
+    def ends(self, frame: types.FrameType) -> None:
+        """Note that a generator has ended: another frame may have its id."""
+        self._begun.discard(id(frame))
 
     # -- notes -----------------------------------------------------------------------------------------------
 
@@ -570,6 +585,10 @@ class Reads:
         self._then[id(frame)] = lambda result: self.note(path, "given", function, arguments, result)
 
     # -- the end ---------------------------------------------------------------------------------------------
+
+    def blind(self, why: str) -> None:
+        """Note that something was not looked at."""
+        self._reasons.setdefault(why, None)
 
     def settle(self) -> list[str]:
         """Let go of what only the call itself has held. Return the reasons that are left."""

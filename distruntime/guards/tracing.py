@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
+from typing import TypeVar
 
 from ..log.line import of_a_library
 from .functions import is_traced
@@ -24,21 +25,33 @@ _MONITORED = sys.version_info >= (3, 12)
 # The number of this tool among those that Python knows: debuggers, coverage and profilers have 0 to 2.
 _TOOL = 4
 Local = Callable[[FrameType, str, object], object]
+R = TypeVar("R")
 
 
-@contextmanager
-def traced(reads: Reads) -> Iterator[None]:
-    """Let `reads` see what this thread's Python reads, until the end of the block."""
+def traced(reads: Reads, function: Callable[[], R]) -> R:
+    """Call a function, and let `reads` see what this thread's Python reads meanwhile."""
     if _MONITORED:
         with _monitored(reads):
-            yield
-        return
-    tracer, before = _Tracer(reads), sys.gettrace()
-    sys.settrace(tracer.enter)
+            return function()
+    enter, before = _Tracer(reads).enter, sys.gettrace()
     try:
-        yield
+        sys.settrace(enter)  # type: ignore[arg-type]
+        return function()
     finally:
-        sys.settrace(before)
+        now = sys.gettrace()
+        if now is not enter:
+            # Python takes it away if an exception is raised in it, as Ctrl-C does.
+            reads.blind("another trace function was set meanwhile, or an exception has ended this one")
+        # A debugger that the function has begun goes on.
+        if now is None or now is enter:
+            sys.settrace(before)
+            # A tracer in C, such as coverage's, takes its own place at the next call. It counts the frames
+            # that begin and end, so that must be in this one.
+            _nothing()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _looked_at(frame: FrameType, base: int) -> bool:
@@ -64,6 +77,8 @@ class _Tracer:
     def __init__(self, reads: Reads) -> None:
         self._reads = reads
         self._locals: dict[CodeType, Local] = {}
+        # Where a generator's frame was when an exception came.
+        self._raised = (0, 0)
 
     def enter(self, frame: FrameType, event: str, argument: object) -> Local | None:
         """Say what is to be called for each instruction of a frame."""
@@ -85,9 +100,28 @@ class _Tracer:
                 one = table.get(frame.f_lasti)
                 if one is not None:
                     step(frame, one)
+            elif code.co_flags & _GENERATOR:
+                self._may_end(frame, event)
             return local
 
         return local
+
+    def _may_end(self, frame: FrameType, event: str) -> None:
+        """Look whether a generator's frame ends. It goes on to an end if it was left by an exception."""
+        at = id(frame), frame.f_lasti
+        if event == "exception":
+            self._raised = at
+        elif event == "return":
+            if self._raised == at or frame.f_lasti not in _yields(frame.f_code):
+                self._reads.ends(frame)
+            # Another tracer may look at it from now on.
+            frame.f_trace_opcodes, frame.f_trace_lines = False, True
+
+
+@functools.lru_cache(maxsize=16384)
+def _yields(code: CodeType) -> frozenset[int]:
+    """Return where a generator's frame stands when it waits."""
+    return frozenset(one.offset for one in dis.get_instructions(code) if one.opname.startswith("YIELD_"))
 
 
 @functools.lru_cache(maxsize=16384)

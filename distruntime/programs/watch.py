@@ -148,7 +148,7 @@ class LocalDraws:
         """
         for what, state, before in self._states:
             if state() != before:
-                if _others():
+                if others_run():
                     return what
                 raise NotSupportedError(
                     f"the program {name!r} draws random numbers in this process, by {what}: each replay "
@@ -158,7 +158,7 @@ class LocalDraws:
         return ""
 
 
-def _others() -> bool:
+def others_run() -> bool:
     """Whether threads of the user's run beside this one."""
     mine = threading.current_thread()
     return any(

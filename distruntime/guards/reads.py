@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Set
 
 import torch
 
+from ..log.tape import recorded
 from . import operands
 from .arithmetic import Arithmetic, operator_of
 from .attributes import Attributes
@@ -47,6 +48,8 @@ class Reads:
 
         It stands in the user's stack, where an error would be taken for one of the user's.
         """
+        if recorded.aside:
+            return
         try:
             # A call that has raised has given nothing.
             if (
@@ -58,11 +61,16 @@ class Reads:
             if one.kind:
                 _STEPS[one.kind](self, frame, one)
         except Exception as error:
+            # A signal's handler has raised it just now.
+            if id(error) == recorded.thrown:
+                raise
             kind = f"{type(error).__name__}: {error}"
             self.notes.reason(f"what it reads could not be looked at ({kind})", frame, None)
 
     def enter(self, frame: types.FrameType, resumed: bool) -> None:
         """Note that a frame begins to run, or goes on."""
+        if recorded.aside:
+            return
         place = operands.place(frame)
         if not resumed:
             self._begun.add(place)

@@ -36,12 +36,25 @@ def traced(reads: Reads, function: Callable[P, R], *args: P.args, **kwargs: P.kw
     if _MONITORED:
         with _monitored(reads):
             return function(*args, **kwargs)
-    before = sys.gettrace()
-    sys.settrace(_Tracer(reads).enter)  # type: ignore[arg-type]
+    enter, before = _Tracer(reads).enter, sys.gettrace()
     try:
+        sys.settrace(enter)  # type: ignore[arg-type]
         return function(*args, **kwargs)
     finally:
-        sys.settrace(before)
+        now = sys.gettrace()
+        if now is not enter:
+            # Python takes it away if an exception is raised in it, as Ctrl-C does.
+            reads.cannot_look("another trace function was set meanwhile, or an exception has ended this one")
+        # A debugger that the function has begun goes on.
+        if now is None or now is enter:
+            sys.settrace(before)
+            # A tracer in C, such as coverage's, takes its own place at the next call. It counts the frames
+            # that begin and end, so that must be in this one.
+            _nothing()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _looked_at(frame: FrameType, base: int) -> bool:

@@ -93,6 +93,9 @@ class Tape:
                 if behind > first
             ]
         own = threading.get_ident() == self._thread
+        if own and recorded.aside:
+            # It may have come in the midst of an instruction, which is in these words too.
+            own, recorded.mixed = False, True
         covered = own and recorded.covered
         self.pieces.append(Piece(tick(), own, covered, start, words[first:], bounds))
         lines = log.line_table
@@ -121,6 +124,13 @@ class _Recorded(threading.local):
     first = False
     # It is True if the recording before has sent no data. What is made once may be sent then.
     lenient = False
+    # It is True while a signal's handler runs in the midst of a recording: that is no part of it.
+    aside = False
+    # The last handler that has run in a recording, and whether one has issued something.
+    struck = ""
+    mixed = False
+    # The id of the last exception that a handler has raised.
+    thrown = 0
 
     def __init__(self) -> None:
         # The user's Python has asked where tensors begin in these memories.

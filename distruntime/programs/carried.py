@@ -119,9 +119,9 @@ class Carried:
         return self._inside(local_of(thing)) if layout_of(thing) is not None else []
 
     def taken(self, leaves: Sequence[object]) -> Taken | None:
-        """Return what stands where this plan's own tensors would, and put its own there.
+        """Return what stands where this plan's own tensors would.
 
-        Return None, and leave all as it is, if its own stand there, or something that does not fit.
+        Return None if its own stand there, or something that does not fit.
         """
         found: dict[int, Anchor[DistributedTensor] | None] = {}
         changed: list[tuple[Seen, object]] = []
@@ -141,8 +141,6 @@ class Carried:
         stay = self._refs - {own.thing._handle.ref for own in self.own.values() if id(own.thing) in others}
         if not changed or len({*refs}) < len(refs) or not (given | stay).isdisjoint(refs):
             return None
-        for home, _ in changed:
-            home.put(home.value)
         return Taken(others, changed, self._refs.issuperset(refs))
 
     def _match(self, own: object, now: object, found: dict[int, Anchor[DistributedTensor] | None]) -> bool:
@@ -168,7 +166,7 @@ class Carried:
 
 
 class Taken:
-    """The tensors of others that a plan has put its own in place of.
+    """The tensors of others that stand in place of a plan's own.
 
     They are anchors, as one of a plan's tensors may stand where another one of them would.
     """
@@ -188,6 +186,11 @@ class Taken:
     def instead_of(self, own: Anchor[DistributedTensor]) -> DistributedTensor:
         """Return what has stood where one of the plan's tensors is now."""
         return self.others.get(id(own.thing), own).thing
+
+    def put_own(self) -> None:
+        """Put the plan's own in their place."""
+        for home, _ in self._changed:
+            home.put(home.value)
 
     def put_back(self) -> None:
         """Put each one where it was."""

@@ -182,21 +182,21 @@ class Plan:
         return not self.carried.turns and self._called_alike(leaves) and self.guards.holds()
 
     def fits_with(self, leaves: Sequence[object]) -> Taken | None:
-        """Return what stands where this plan's own tensors would, if it fits with that.
-
-        Its own are there then, and have no value yet. Otherwise return None, and all is as it was.
-        """
+        """Return what stands where this plan's own tensors would, if it fits with that, or None."""
         if not self._called_alike(leaves):
             return None
         taken = self.carried.taken(leaves)
         if taken is None:
             return None
         # A value that gets another name is ordered among streams by that name's memory only.
-        ordered = taken.only_moved or not self._shares or all(log.order is None for log in self.logs)
-        if ordered and self.guards.holds():
-            return taken
-        taken.put_back()
-        return None
+        if not taken.only_moved and self._shares and any(log.order is not None for log in self.logs):
+            return None
+        try:
+            # The guards look at the plan's own, which have no value yet.
+            taken.put_own()
+            return taken if self.guards.holds() else None
+        finally:
+            taken.put_back()
 
     def _called_alike(self, leaves: Sequence[object]) -> bool:
         for k, value in self._fixed_floats.items():
@@ -273,8 +273,14 @@ class Plan:
     ) -> object:
         """Issue the program, part by part; return what it returns. Blocks while a window is full.
 
-        `taken` is what `fits_with` has found.
+        `taken` is what `fits_with` has found. What is counted here comes first: if a signal's handler raises
+        in between, no part has run that is not counted.
         """
+        if self._steps:
+            torch._foreach_add_(self._steps, 1)
+        self._count_versions(leaves)
+        if taken is not None and self._changed_entries:
+            torch.autograd.graph.increment_version([*map(taken.instead_of, self._changed_entries)])
         layout, operands = self._layout, leaves
         if taken is not None and self._entries:
             layout = self._open
@@ -285,11 +291,8 @@ class Plan:
             act.issue(values, numbers, line, self.name)
             for name in over:
                 values.made.pop(name, None)
-        if self._steps:
-            torch._foreach_add_(self._steps, 1)
-        self._count_versions(leaves)
-        if taken is not None and self._changed_entries:
-            torch.autograd.graph.increment_version([*map(taken.instead_of, self._changed_entries)])
+        if taken is not None:
+            taken.put_own()
         self.replays += 1
         return self._given(leaves, values.made)
 

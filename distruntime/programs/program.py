@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import Generic, ParamSpec, TypeVar, overload
+from typing import Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -28,6 +29,7 @@ from ..wire.messages import ARGUMENT, HELD
 from .begins import Placed, begins_of
 from .carried import kinds_found, renewed_kinds
 from .garbage import young_cycles_end
+from .handlers import Handlers
 from .kinds import Kinds
 from .plan import Found, Plan
 from .recorder import record
@@ -46,8 +48,8 @@ from .run import (
     unsteady,
 )
 from .signature import local_leaf, signature_of
-from .vain import Tries
-from .watch import LocalDraws, watched
+from .turns import Recorder, Turns
+from .watch import LocalDraws, others_run, watched
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,7 +68,7 @@ class Program(Generic[P, R]):
         self._name = getattr(fn, "__name__", type(fn).__name__)
         self.recordings = self.replays = 0
         self.why = "it was not called yet"
-        self._kinds = Kinds()
+        self._kinds, self._turns = Kinds(), Turns()
         self._last: Plan | None = None
 
     def __repr__(self) -> str:
@@ -103,6 +105,20 @@ class Program(Generic[P, R]):
 
     def _call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> R:
         leaves, signature = signature_of(args, kwargs)
+        turns, plainly = self._turns, False
+        with turns.lock:
+            if turns.recorder is None:
+                found = self._replayed(signature, leaves)
+                if type(found) is not _Anew:
+                    return found  # type: ignore[return-value]
+                plainly = self._runs_plainly(found.signature)
+        # No lock is held while the function runs.
+        if plainly:
+            return self._plainly(args, kwargs)
+        return self._anew(args, kwargs, leaves, signature)
+
+    def _replayed(self, signature: object, leaves: list[object]) -> object:
+        """Replay a call and return what it returns, or say how it is to be recorded. Call with the lock."""
         if self._kinds.placed and signature in self._kinds.placed:
             signature = Placed(signature, begins_of(leaves))
         # Why one does not fit takes longer to say than that it does not, and a plain call need not know.
@@ -117,42 +133,72 @@ class Program(Generic[P, R]):
                 why = plan
                 continue
             numbers = plan.numbers(leaves)
-            if (numbers is None or self._due(plan)) and taken is not None:
-                taken.put_back()
             if numbers is None:
                 why = "what follows from floats comes out in another way now"
                 continue
             if self._due(plan):
-                why = "it was recorded again to compare"
-                return self._record(signature, args, kwargs, leaves, why, plan, numbers)
-            try:
-                found = plan.replay(leaves, numbers, taken)
-            except BaseException:
-                # What it would have left there has no value.
-                if taken is not None:
-                    taken.put_back()
-                raise
+                return _Anew(signature, "it was recorded again to compare", plan, numbers)
+            found = plan.replay(leaves, numbers, taken)
             self._last = plan
             plan.tries.in_vain = 0
             self.replays += 1
             self.why = ""
-            return found  # type: ignore[return-value]
-        tries = self._kinds.tries_of(signature)
-        if not self._verify and tries.over():
-            return self._plainly(args, kwargs, tries)
-        if isinstance(why, Plan):
-            why = why.missed(leaves) or "the arguments are others"
-        return self._record(signature, args, kwargs, leaves, why)
+            return found
+        return _Anew(signature, why)
 
-    def _plainly(self, args: tuple[object, ...], kwargs: dict[str, object], tries: Tries) -> R:
-        """Call the function, and return what a recording would: no graph leaves."""
+    def _runs_plainly(self, signature: object) -> bool:
+        """Whether recordings of this kind were in vain, so that this call is not recorded."""
+        tries = self._kinds.tries_of(signature)
+        if self._verify or not tries.over():
+            return False
         tries.tell(self._name)
         self.why = f"it runs plainly, as recordings were in vain: {tries.why}"
+        return True
+
+    def _plainly(self, args: tuple[object, ...], kwargs: dict[str, object]) -> R:
+        """Call the function, and return what a recording would: no graph leaves."""
         # What was there before is returned as it is.
         known = range(next_ref())
         found = stripped(self._fn(*args, **kwargs), known, self._name)  # type: ignore[arg-type]
+        return self._as_returned(found)
+
+    def _as_returned(self, found: Stripped) -> R:
         given = [*map(laid_out, dressed(found, (), self._name), found.layouts)]
         return tree_unflatten(given, found.tree)  # type: ignore[no-any-return]
+
+    def _anew(
+        self,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        leaves: list[object],
+        signature: object,
+    ) -> R:
+        """Record a call, once no other thread's is being recorded. Replay it if it fits by then."""
+        if recorded.aside:
+            self.why = "a signal handler called it amid a recording, so it ran plainly"
+            return self._plainly(args, kwargs)
+        turns, mine = self._turns, Recorder()
+        try:
+            while turns.recorder is not mine:
+                with turns.lock:
+                    other = turns.recorder
+                    if other is None:
+                        found = self._replayed(signature, leaves)
+                        if not isinstance(found, _Anew):
+                            return found  # type: ignore[return-value]
+                        turns.recorder = mine
+                if other is not None and not mine.waits_for(other):
+                    self.why = "another call of it was being recorded meanwhile, so it ran plainly"
+                    return self._plainly(args, kwargs)
+            handlers = Handlers()
+            try:
+                return self._record(found, args, kwargs, leaves, handlers)  # type: ignore[arg-type]
+            finally:
+                handlers.end()
+        finally:
+            if turns.recorder is mine:
+                turns.recorder = None
+            mine.end()
 
     def _due(self, plan: Plan) -> bool:
         """Whether a plan is to be compared with a recording: each one is, if the user wishes."""
@@ -162,14 +208,14 @@ class Program(Generic[P, R]):
 
     def _record(
         self,
-        signature: object,
+        anew: _Anew,
         args: tuple[object, ...],
         kwargs: dict[str, object],
         leaves: list[object],
-        why: str,
-        expected: Plan | None = None,
-        numbers: Sequence[float] = (),
+        handlers: Handlers,
     ) -> R:
+        signature, _, expected, numbers = anew
+        why = anew.why_of(leaves)
         runs = self._kinds.runs.get(signature)
         first, lenient = not runs, not runs or not runs[-1].recording.unfit
         self.recordings += 1
@@ -179,6 +225,7 @@ class Program(Generic[P, R]):
             # What a kernel was wrongly said to return is corrected first.
             if node.failed is None and node.checks.waiting:
                 session.drain(node)
+        handlers.begin()
         roots: list[tuple[str, object]] = [(self._name, self._fn)]
         roots += [
             (f"argument {k}", leaf)
@@ -218,22 +265,30 @@ class Program(Generic[P, R]):
         asked = recorded.asked = []
         reads = Reads(terms)
         try:
-            tapes += [(log, log.begin_tape()) for log in session.logs]
-            with watched(self._name, first, lenient), noting() as notes, young_cycles_end() as made:
-                result = traced(reads, self._fn, *args, **kwargs)  # type: ignore[arg-type]
+            for log in session.logs:
+                tapes.append((log, log.begin_tape()))
+            with watched(self._name, first, lenient), noting() as notes, young_cycles_end() as young:
+                result = traced(reads, self._called, reads, handlers, args, kwargs)
                 found = stripped(result, names, self._name)
                 del result
-                reasons = reads.settle(made())
+                reasons = reads.settle(young.ids())
         finally:
             for log, tape in tapes:
                 log.end_tape(tape)
         recorded.name, recorded.first = self._name, first
         try:
+            if recorded.mixed:
+                raise not_in_a_program("hold what a signal handler has issued", "issue it outside")
             drawn = draws.used()
             self._require_plain(session, tapes, args, kwargs, leaves, gradients)
             recording = record(tapes, notes, names, first, current)
-            if drawn or reasons:
-                recording.unfit = self.why = f"each call is recorded, since {drawn or reasons[0]}"
+            if drawn:
+                reasons.insert(0, drawn)
+            reasons += [
+                f"it leaves the generator {name!r} midway, and a replay does not" for name in young.midway
+            ]
+            if reasons:
+                recording.unfit = self.why = f"each call is recorded, since {reasons[0]}"
             changed = reads.notes.renew()
             steps = {key: tensor for key, (tensor, was) in counted.items() if tensor.item() == was + 1}
             after = Reach(roots)
@@ -241,6 +296,15 @@ class Program(Generic[P, R]):
                 require_unchanged(before, after, steps)
             refs = {handle.ref for leaf in found.leaves if (handle := handle_of(leaf)) is not None}
             state = state_behind(recording, after, paths, arguments, refs, self._refusal, first)
+        except NotSupportedError as error:
+            # It may be the doing of somebody else.
+            beside = f"the signal handler {recorded.struck!r} has run" if recorded.struck else ""
+            beside = beside or ("other threads run" if others_run() else "")
+            if not beside:
+                raise
+            self.why = f"it was recorded while {beside}, and {str(error).splitlines()[0]}"
+            self._kinds.note(signature, False, self.why)
+            return self._as_returned(found)
         finally:
             recorded.name, recorded.first = "", False
         run = Run(
@@ -323,6 +387,16 @@ class Program(Generic[P, R]):
         given = [laid_out(leaf, one.layout) for leaf, one in zip(given, run.returned)]
         return tree_unflatten(given, run.tree)  # type: ignore[no-any-return]
 
+    def _called(
+        self, reads: Reads, handlers: Handlers, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> R:
+        reads.base = id(sys._getframe())
+        try:
+            handlers.run()
+            return self._fn(*args, **kwargs)  # type: ignore[arg-type]
+        finally:
+            handlers.wait()
+
     def _require_plain(
         self,
         session: Session,
@@ -349,6 +423,21 @@ class Program(Generic[P, R]):
         return NotSupportedError(
             f"a program cannot {what}{made}\n  in the program {self._name!r}\n  {remedy}"
         )
+
+
+class _Anew(NamedTuple):
+    """How a call is to be recorded: its kind, why, and the plan that it is compared with."""
+
+    signature: object
+    why: str | Plan
+    expected: Plan | None = None
+    numbers: Sequence[float] = ()
+
+    def why_of(self, leaves: Sequence[object]) -> str:
+        """Say why. That a plan does not fit is known sooner than why."""
+        if isinstance(self.why, str):
+            return self.why
+        return self.why.missed(leaves) or "the arguments are others"
 
 
 def _tensors(leaves: Sequence[object]) -> list[DistributedTensor]:

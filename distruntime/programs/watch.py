@@ -85,7 +85,7 @@ class LocalDraws:
         """
         for what, state, before in self._states:
             if state() != before:
-                who = "here or in another thread" if _others() else "in this process"
+                who = "here or in another thread" if others_run() else "in this process"
                 return (
                     f"{what} drew random numbers {who}, and a replay would use the same ones: draw on the "
                     "worker, torch.rand(..., device=x.device), or draw before, and pass the numbers as an "
@@ -94,7 +94,7 @@ class LocalDraws:
         return ""
 
 
-def _others() -> bool:
+def others_run() -> bool:
     """Whether threads of the user's run beside this one."""
     mine = threading.current_thread()
     return any(

@@ -52,7 +52,7 @@ def place_in_a_pattern(here: Here) -> State:
 
     def read() -> float:
         match pair:
-            case _Pair(one, other):
+            case _Pair(one, _):
                 return one
         return 0.0
 

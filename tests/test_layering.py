@@ -64,6 +64,8 @@ OUTSIDE = {
         "distruntime.log.order",
         "distruntime.log.handle",
         "distruntime.guards.anchors",
+        # It knows the type of a weak reference that a function of the user's calls.
+        "distruntime.guards.functions",
         "distruntime.session.places",
         "distruntime.log.shards",
         "distruntime.wire.channel",

@@ -17,8 +17,8 @@ import torch
 
 from .seen import Key, Seen, same
 
-# ("read", key of a read, index in its tuple or None), ("argument", number), ("step", id of a tensor, what it
-# is ahead by), ("constant", value), ("either", terms), (a function, terms).
+# A term is one of these: ("read", key of a read, index in its tuple or None), ("argument", number), ("step",
+# id of a tensor, what it is ahead by), ("constant", value), ("either", terms), (a function, terms).
 Term = tuple[object, ...]
 _OPERATORS: Mapping[str, Callable[..., object]] = {
     "+": operator.add,

@@ -101,6 +101,9 @@ class _Tracer:
                 one = table.get(frame.f_lasti)
                 if one is not None:
                     step(frame, one)
+            elif event == "return":
+                # A generator's frame may go on, and another tracer may look at it then.
+                frame.f_trace_opcodes, frame.f_trace_lines = False, True
             return local
 
         return local

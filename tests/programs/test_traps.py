@@ -475,7 +475,7 @@ def test_what_no_replay_can_do_is_refused_with_the_line_and_a_remedy(
 ) -> None:
     make, what, remedy = REFUSED[name]
     # Beside other threads a draw is not refused, and pytest may have some.
-    monkeypatch.setattr(watch, "_others", lambda: False)
+    monkeypatch.setattr(watch, "others_run", lambda: False)
     box.n, box.w, box.losses = 0, None, []
     program = dr.program(make())
     with pytest.raises(dr.UsageError) as caught:

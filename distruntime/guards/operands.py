@@ -10,6 +10,7 @@ import ctypes
 import dis
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Mapping
 from types import CellType, CodeType, FrameType
@@ -26,8 +27,10 @@ _object = ctypes.py_object.from_address
 # A generator begins with its own object on the stack, which Python's table of effects does not count.
 _GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 # Nothing follows these.
-_ENDS = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD")
-_ENDS += ("JUMP_ABSOLUTE", "JUMP_BACKWARD_NO_INTERRUPT", "INTERPRETER_EXIT")
+_ENDS = frozenset(
+    "RETURN_VALUE RETURN_CONST RAISE_VARARGS RERAISE JUMP_FORWARD JUMP_BACKWARD JUMP_ABSOLUTE "
+    "JUMP_BACKWARD_NO_INTERRUPT INTERPRETER_EXIT".split()
+)
 
 
 def known() -> bool:
@@ -40,7 +43,7 @@ def known() -> bool:
 def depths(code: CodeType) -> Mapping[int, int]:
     """Return how many values are on the stack before each instruction, by its offset."""
     instructions = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
-    behind = {one.offset: other.offset for one, other in zip(instructions, instructions[1:])}
+    behind = {one.offset: other.offset for one, other in itertools.pairwise(instructions)}
     by_offset = {one.offset: one for one in instructions}
     handlers = [] if _INSIDE else dis._parse_exception_table(code)  # type: ignore[attr-defined]
     begin = 1 if code.co_flags & _GENERATOR and _VERSION in ((3, 10), (3, 11), (3, 12)) else 0

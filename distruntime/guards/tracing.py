@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
+from typing import Any
 
 from ..log.line import of_a_library
 from .functions import is_traced
@@ -35,7 +36,7 @@ def traced(reads: Reads) -> Iterator[None]:
             yield
     else:
         tracer, before = _Tracer(reads), sys.gettrace()
-        sys.settrace(tracer.enter)
+        sys.settrace(tracer.enter)  # type: ignore[arg-type]
         try:
             yield
         finally:
@@ -101,7 +102,8 @@ def _starts(code: CodeType) -> frozenset[int]:
 
 
 if _MONITORED:
-    _monitoring = sys.monitoring
+    # Type checkers look with the oldest version.
+    _monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
     _events = _monitoring.events
     # Python of the user's may run in a collection, wherever this package's does.
     _lock = threading.RLock()

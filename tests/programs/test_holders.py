@@ -1,4 +1,4 @@
-"""Who else holds a tensor that a replay gives another value: each holder is noticed, and nobody where none is.
+"""Who else holds a tensor that a replay gives another value: each holder is noticed, and none where none is.
 
 Python's own counts say so, and each version counts in its way what runs at the moment.
 """

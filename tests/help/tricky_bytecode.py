@@ -1,7 +1,5 @@
 """Objects that write down what is done with them, and functions that do it, with tricky bytecode."""
 
-# ruff: noqa: B015, B018, RUF012, RUF059
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

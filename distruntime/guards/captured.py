@@ -8,7 +8,6 @@ by its name, so nothing of it is looked at.
 from __future__ import annotations
 
 import array
-import copyreg
 import datetime
 import decimal
 import fractions
@@ -26,6 +25,7 @@ import uuid
 from collections import OrderedDict, deque
 from collections.abc import Iterator, KeysView, Sized, ValuesView
 from contextlib import contextmanager
+from copyreg import _slotnames  # type: ignore[attr-defined]
 from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 
 import cloudpickle
@@ -292,7 +292,7 @@ class Captured:
             return []
         if isinstance(thing, type):
             # Python notes this in a class when it pickles the first object of it.
-            copyreg._slotnames(thing)  # type: ignore[attr-defined]
+            _slotnames(thing)
         space = vars(thing)
         self._watch(label, test_of_dict(space))
         found = parts(thing) if isinstance(thing, type) else [(f"{label}.{n}", v) for n, v in space.items()]

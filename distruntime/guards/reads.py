@@ -123,8 +123,9 @@ class Reads:
 
     def _super(self, frame: types.FrameType, one: Reading) -> None:
         owner, cls = operands.operand(frame, one.depth), operands.operand(frame, one.depth, 1)
-        kind = owner if isinstance(owner, type) else type(owner)
-        if isinstance(cls, type):
+        # In a method of a metaclass the owner is a class, and none below the metaclass.
+        kind = owner if isinstance(owner, type) and cls in owner.__mro__ else type(owner)
+        if isinstance(cls, type) and cls in kind.__mro__:
             self.notes.after_class(kind, cls, one.name)
 
     def _item(self, frame: types.FrameType, one: Reading) -> None:

@@ -15,7 +15,6 @@ import functools
 import logging
 import os
 import pathlib
-import pickle
 import random
 import re
 import sys
@@ -26,6 +25,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, KeysView, Sized, ValuesView
 from contextlib import contextmanager
 from copyreg import _slotnames  # type: ignore[attr-defined]
+from pickle import dumps
 from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 
 import cloudpickle
@@ -334,7 +334,7 @@ class Captured:
                     return self._too_large(label, thing, f"a {type(thing).__name__} of {size:,} bytes")
                 return test_of(lambda: (bytes(memoryview(thing)),))
             case random.Random():
-                return test_of(lambda: (pickle.dumps(thing.getstate()),))
+                return test_of(lambda: (dumps(thing.getstate()),))
             case MethodType() | functools.partial() | property() | staticmethod() | classmethod():
                 return None
             case types.BuiltinFunctionType() | types.MethodWrapperType():
@@ -359,8 +359,8 @@ class Captured:
     def _closed(self, label: str, thing: object) -> Test | None:
         """Watch an object that holds what only C sees, by its pickle."""
         try:
-            if len(pickle.dumps(thing, 5)) <= MOST_BYTES:
-                return test_of(lambda: (pickle.dumps(thing, 5),))
+            if len(dumps(thing, 5)) <= MOST_BYTES:
+                return test_of(lambda: (dumps(thing, 5),))
         # Any class may raise anything while it is pickled.
         except Exception:
             pass

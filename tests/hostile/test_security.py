@@ -532,10 +532,10 @@ def test_a_master_does_not_listen_beyond_this_machine_without_a_key(
 
 UNPICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "copyreg"}
 # These only write pickles, or say how one is written.
-WRITES = {"Pickler", "pickle", "_slotnames"}
+WRITES = {"Pickler", "dumps", "pickle", "_slotnames"}
 CALLS = {"eval", "exec", "compile", "__import__"}
 # guards.py compiles a test of its own words: tests/programs/test_traps.py tries names that are code.
-# unchanged.py compiles quoted names: tests/python/test_captured.py tries such ones.
+# unchanged.py compiles numbers and names that are quoted.
 # magics.py runs the cell that the user has typed.
 COMPILES = (
     *(ROOT / "distruntime/guards/guards.py", ROOT / "distruntime/guards/unchanged.py"),

@@ -154,17 +154,24 @@ class Reads:
             self._calls.follow(frame, term)
             return
         for value in (left, right):
-            if isinstance(value, decimal.Decimal):
-                self.notes.note("decimal.getcontext()", "given", _decimals, (), _decimals())
+            self._decimal(value)
             # An operator of a tensor takes a number with it, in a word of its own.
             self._contents.deep(
                 value, frame, pins=not isinstance(left, torch.Tensor) and not isinstance(right, torch.Tensor)
             )
 
+    def _decimal(self, value: object) -> None:
+        if isinstance(value, decimal.Decimal):
+            self.notes.note("decimal.getcontext()", "given", _decimals, (), _decimals())
+
     def _negative(self, frame: types.FrameType, one: Reading) -> None:
-        term = self.notes.numbers.follows(operator.neg, (operands.operand(frame, one.depth),))
+        value = operands.operand(frame, one.depth)
+        term = self.notes.numbers.follows(operator.neg, (value,))
         if term is not None:
             self._calls.follow(frame, term)
+        else:
+            self._decimal(value)
+            self._contents.whole(value, frame)
 
     def _text(self, frame: types.FrameType, one: Reading) -> None:
         self._contents.deep(operands.operand(frame, one.depth, one.number), frame)

@@ -48,10 +48,7 @@ _KINDS = {
     "UNARY_NEGATIVE": "negative",
     **dict.fromkeys(("UNARY_POSITIVE", "UNARY_INVERT"), "iterate"),
     **dict.fromkeys(("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"), "text"),
-    **dict.fromkeys(
-        "SETUP_WITH BEFORE_WITH SETUP_ASYNC_WITH BEFORE_ASYNC_WITH LOAD_SPECIAL GET_AITER GET_AWAITABLE".split(),
-        "with",
-    ),
+    **dict.fromkeys("SETUP_WITH BEFORE_WITH SETUP_ASYNC_WITH BEFORE_ASYNC_WITH LOAD_SPECIAL".split(), "with"),
     "MATCH_CLASS": "match",
     **dict.fromkeys("CALL_FUNCTION CALL_METHOD CALL_FUNCTION_KW CALL_FUNCTION_EX CALL_KW".split(), "call"),
     _CALL: "call",

@@ -6,7 +6,6 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Sequence
-from threading import get_ident
 from typing import Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
@@ -50,7 +49,7 @@ from .run import (
 )
 from .signature import local_leaf, signature_of
 from .turns import Recorder, Turns
-from .watch import LocalDraws, watched
+from .watch import LocalDraws, others_run, watched
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -107,7 +106,6 @@ class Program(Generic[P, R]):
     def _call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> R:
         leaves, signature = signature_of(args, kwargs)
         turns, plainly = self._turns, False
-        turns.callers.add(get_ident())
         with turns.lock:
             if turns.recorder is None:
                 found = self._replayed(signature, leaves)
@@ -301,7 +299,7 @@ class Program(Generic[P, R]):
         except NotSupportedError as error:
             # It may be the doing of somebody else.
             beside = f"the signal handler {recorded.struck!r} has run" if recorded.struck else ""
-            beside = beside or ("other threads use it" if self._turns.others_call() else "")
+            beside = beside or ("other threads run" if others_run() else "")
             if not beside:
                 raise
             self.why = f"it was recorded while {beside}, and {str(error).splitlines()[0]}"

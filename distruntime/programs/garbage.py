@@ -4,38 +4,58 @@ from __future__ import annotations
 
 import gc
 import types
+import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from ..guards.functions import is_traced
 from ..log.handle import Handle
+from ..session.holders import tracked, tracked_ids
+from .watch import others_run
 
 
 class Young:
-    """What was made since a recording has begun."""
+    """What was made since a recording has begun.
+
+    It was in Python's first generation, which is empty at the beginning, until a collection took it on.
+    """
 
     def __init__(self) -> None:
-        # What was there before is out of sight meanwhile, unless the user has put something out of sight
-        # himself: nobody could tell the two apart later.
-        self.mine = not gc.get_freeze_count()
-        self._old = set[int]() if self.mine else set(map(id, gc.get_objects()))
-        # The names of generators and coroutines that were made, and have not ended.
-        self.midway: list[str] = []
+        self._made = set[int]()
+        # So many generations may have it now.
+        self._generations = 2
+        # It says that a generator or coroutine was made and has not ended, or that nobody can know.
+        self.reasons: list[str] = []
+
+    def collects(self, phase: str, info: dict[str, int]) -> None:
+        """Note what is there before Python collects it or takes it on. Python calls this."""
+        if phase == "start":
+            self._made |= tracked_ids(partial(gc.get_objects, 0))
+            self._generations = 3 if info["generation"] else self._generations
 
     def ids(self) -> set[int]:
-        """Return the ids of the objects that were made, and are still there."""
-        return set(map(id, gc.get_objects())) - self._old
+        """Return the ids of the objects that were made.
 
-    def unfinished(self) -> list[str]:
-        """Return the names of the generators that have not ended, but for this package's own."""
-        return [
-            one.__name__
-            for one in gc.get_objects()
-            if (prefix := _PREFIXES.get(type(one))) is not None
-            and id(one) not in self._old
-            and getattr(one, f"{prefix}_frame") is not None
-            and is_traced(getattr(one, f"{prefix}_code").co_filename)
+        What another thread has made looks no different, and the call may depend on it. So everything counts
+        as old where other threads run.
+        """
+        self._made |= tracked_ids(partial(gc.get_objects, 0))
+        return set() if others_run() else self._made
+
+    def end(self) -> None:
+        """Collect what was made, and say what is left midway. The package's own generators do not count."""
+        midway = [
+            weakref.ref(one)
+            for generation in range(self._generations)
+            for one in tracked(_PREFIXES, partial(gc.get_objects, generation))
+            if id(one) in self._made and _unfinished(one)
         ]
+        gc.collect(1)
+        for known in midway:
+            if (one := known()) is not None and _unfinished(one):
+                name = one.__name__
+                self.reasons.append(f"it leaves the generator {name!r} midway, and a replay does not")
 
 
 _PREFIXES: dict[type, str] = {
@@ -45,22 +65,31 @@ _PREFIXES: dict[type, str] = {
 }
 
 
+def _unfinished(one: object) -> bool:
+    prefix = _PREFIXES[type(one)]
+    code: types.CodeType = getattr(one, f"{prefix}_code")
+    return getattr(one, f"{prefix}_frame") is not None and is_traced(code.co_filename)
+
+
 @contextmanager
 def young_cycles_end() -> Iterator[Young]:
     """Let go of the cycles that were made in the block, at its end, if it ends well.
 
-    A whole collection looks at all objects of the process, some 0.2 s.
+    A whole collection looks at all objects of the process, some 0.2 s. Only what Python itself has taken on
+    to the oldest meanwhile stays.
     """
     young = Young()
+    gc.collect(0)
+    gc.callbacks.append(young.collects)
+    frozen = gc.get_freeze_count()
     try:
-        if young.mine:
-            gc.freeze()
         yield young
-        gc.collect()
-        young.midway += young.unfinished()
+        # Frozen objects end, too, so there may be fewer.
+        if gc.get_freeze_count() > frozen:
+            young.reasons.append("gc.freeze() was called meanwhile, and hides what was made")
+        young.end()
     finally:
-        if young.mine:
-            gc.unfreeze()
+        gc.callbacks.remove(young.collects)
 
 
 def still_held(refs: Collection[int]) -> set[int]:
@@ -68,4 +97,5 @@ def still_held(refs: Collection[int]) -> set[int]:
     if not refs:
         return set()
     gc.collect()
-    return {one.ref for one in gc.get_objects() if type(one) is Handle and one.ref in refs}
+    handles: list[Handle] = tracked({Handle}, gc.get_objects)
+    return {one.ref for one in handles if one.ref in refs}

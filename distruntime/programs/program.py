@@ -284,9 +284,7 @@ class Program(Generic[P, R]):
             recording = record(tapes, notes, names, first, current)
             if drawn:
                 reasons.insert(0, drawn)
-            reasons += [
-                f"it leaves the generator {name!r} midway, and a replay does not" for name in young.midway
-            ]
+            reasons += young.reasons
             if reasons:
                 recording.unfit = self.why = f"each call is recorded, since {reasons[0]}"
             changed = reads.notes.renew()

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, compress, starmap
 from types import CodeType
+from typing import TypeVar
 
 import torch
 
@@ -20,6 +23,8 @@ from ..log.log import Log
 from ..log.mesh_log import MeshLog
 from ..log.node import Node
 from ..wire.units import size_text
+
+T = TypeVar("T")
 
 # No log gets to this position.
 _LAST = 1 << 62
@@ -87,10 +92,8 @@ def _storages(
 ) -> tuple[Collection[_Held], Counter[Place]]:
     storages: dict[tuple[int, Place], _Held] = {}
     values: Counter[Place] = Counter()
-    # Instances refer to their class. No object of anybody else may be held, not for a moment: a tuple that
-    # another thread is just building cannot be finished while there is a second reference to it. All handles
-    # are found at once, so that a storage's id stays its own.
-    found = [thing for thing in gc.get_referrers(Handle) if type(thing) is Handle]
+    # Instances refer to their class. All handles are found at once, so that a storage's id stays its own.
+    found = _handles()
     handle = storage = None
     try:
         for handle in found:
@@ -122,10 +125,44 @@ def _storages(
     return storages.values(), values
 
 
+def tracked(kinds: Container[type], find: Callable[[], list[T]]) -> list[T]:
+    """Return the objects that `find()` lists and whose class itself is among `kinds`.
+
+    `find` is a function of `gc`, or a partial call of one. It lists every object there is, also a tuple that
+    another thread is still building. That thread raises "SystemError: bad argument to internal function" if
+    anybody else holds the tuple at its end. Python changes threads between two instructions, and never
+    inside one. So one instruction finds the objects, takes of them what is asked for, and lets go of the
+    rest. It makes no object that the collector tracks once it has found them, so no collection starts there,
+    and no finalizer.
+    """
+    held: list[T] = []
+    wanted = compress(iter(held), map(kinds.__contains__, map(type, iter(held))))
+    # What fills and empties the list returns None.
+    return list(chain(*_around(held, find, wanted)))[1:-1]  # type: ignore[return-value]
+
+
+def tracked_ids(find: Callable[[], list[T]]) -> set[int]:
+    """Return the ids of the objects that `find()` lists. See `tracked`."""
+    held: list[T] = []
+    found: set[object] = set(chain(*_around(held, find, map(id, iter(held)))))
+    return found - {None}  # type: ignore[return-value]
+
+
+def _around(
+    held: list[T], find: Callable[[], list[T]], taken: Iterator[object]
+) -> tuple[Iterator[object], ...]:
+    """Return what fills the list, what takes from it, and what empties it, each when it is asked."""
+    return map(held.extend, starmap(find, [()])), taken, starmap(held.clear, [()])
+
+
+def _handles() -> list[Handle]:
+    return tracked({Handle}, partial(gc.get_referrers, Handle))
+
+
 def born_lines(node: Node) -> dict[int, Line]:
     """Return the line that made each value that this process has on a node, by its ref."""
     found: dict[int, Line] = {}
-    handles = [thing for thing in gc.get_referrers(Handle) if type(thing) is Handle]
+    handles = _handles()
     handle = None
     try:
         for handle in handles:
@@ -144,7 +181,7 @@ def layers() -> dict[int, str]:
     A layer is named up to the first number in its path. Gradients and optimizers' state say so.
     """
     classes = _subclasses(torch.nn.Module) | _subclasses(torch.optim.Optimizer)
-    things = [thing for thing in gc.get_referrers(*classes) if type(thing) in classes]
+    things = tracked(classes, partial(gc.get_referrers, *classes))
     found: dict[int, str] = {}
     modules = [thing for thing in things if isinstance(thing, torch.nn.Module)]
     inner = {id(child) for module in modules for child in module._modules.values()}

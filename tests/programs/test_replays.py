@@ -274,6 +274,9 @@ def test_what_changes_places_is_written_after_another_stream_has_read_it(session
     program: Any = dr.program(step)
     here, found = [1.0, 2.0], []
     for _ in range(8):
+        # A recording waits for what the worker says of a kernel's first results, and it cannot say so while
+        # the stream stands.
+        dr.synchronize(0)
         with blocked(streams[0]):
             y = program()
             # The other stream gets as far as it can.

@@ -44,6 +44,20 @@ def manual_seed(seed: int, distinct: bool = False) -> None:
                     issue_function(node, "manual_seed", [Place(node.index, name), str(own)])
 
 
+def follow_seed() -> None:
+    """Seed a new session as this process is seeded, if `torch.manual_seed` was called before. Return at once.
+
+    torch keeps the seed for GPUs that it has not touched yet, or has given it to those that it has.
+    """
+    seed = torch.initial_seed()
+    if torch.cuda.is_initialized():
+        seeded = any(generator.initial_seed() == seed for generator in torch.cuda.default_generators)
+    else:
+        seeded = torch.cuda._lazy_seed_tracker.manual_seed_all_cb is not None
+    if seeded:
+        manual_seed(seed)
+
+
 @functools.wraps(_fork_rng)
 def fork_rng(
     devices: Iterable[object] | None = None, *args: object, **kwargs: object

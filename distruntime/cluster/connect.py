@@ -13,6 +13,7 @@ from typing import Literal
 
 from ..backend.determinism import follow_determinism
 from ..backend.install import install
+from ..backend.random import follow_seed
 from ..collectives.data_channels import Choice
 from ..collectives.group import Groups
 from ..errors import ConfigurationError, ConnectionFailed, UsageError, without_our_frames
@@ -181,6 +182,10 @@ def init_master_worker(
     opened.groups.meeting.start()
     active[:] = [opened]
     follow_determinism(opened)
+    # The workers of an older session go on where they are.
+    older = bool(resume) and (resume is True or is_older(opened, time.monotonic() - began))
+    if not older:
+        follow_seed()
     held = Session(opened)
     _begun[:] = [_Begun(held, arguments)]
     # Registering once is enough, as it stays as long as the process.
@@ -197,7 +202,7 @@ def init_master_worker(
     say(nodes_table(opened) + "\n")
     say(f"new tensors go to {opened.places.current().place}   (dr.set_place(...) to change)\n")
     say(taken)
-    if resume and (resume is True or is_older(opened, time.monotonic() - began)):
+    if older:
         say(attached(opened) + "\n")
     elif name is not None:
         say(f'began session "{name}"\n')

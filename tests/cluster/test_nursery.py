@@ -248,9 +248,11 @@ def test_siblings_draw_other_numbers() -> None:
     assert len(first) == len(second) == 5 and not set(first) & set(second)
 
 
-def test_siblings_that_nobody_seeds_draw_other_tensors() -> None:
+def test_siblings_that_nobody_seeds_draw_other_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """As workers that are started do: torch seeds its generator when it is imported."""
     dr.shutdown()
+    # Other tests have seeded this process.
+    monkeypatch.setattr(torch.cuda, "_lazy_seed_tracker", torch.cuda._LazySeedTracker())
     dr.init_master_worker(world_size=2, timeout=STARTING)
     try:
         zeros = torch.zeros(4, device=REMOTE)

@@ -460,6 +460,24 @@ def test_a_greeting_that_comes_twice_begins_one_session(daemon: ListeningWorker)
         channel.close()
 
 
+def test_a_seed_before_the_session_seeds_its_workers(daemon: ListeningWorker) -> None:
+    """As it seeds a GPU that torch has not touched yet."""
+    torch.manual_seed(11)
+    here = torch.rand(5).tolist()
+    dr.init_master_worker(workers=[daemon.address])
+    assert torch.rand(5, device=REMOTE).tolist() == here
+    dr.shutdown()
+    # A session that is resumed goes on where it is.
+    dr.init_master_worker(workers=[daemon.address], session="seeded")
+    first = torch.rand(5, device=REMOTE).tolist()
+    assert first == here
+    dr.detach()
+    torch.manual_seed(11)
+    dr.init_master_worker(workers=[daemon.address], session="seeded", resume=True)
+    assert torch.rand(5, device=REMOTE).tolist() != here
+    dr.shutdown()
+
+
 def test_the_first_draw_of_a_session_follows_its_seed(daemon: ListeningWorker) -> None:
     dr.init_master_worker(workers=[daemon.address])
     dr.manual_seed(3)

@@ -35,15 +35,25 @@ _COLOURS = {COMPUTES: "green", JOINS: "magenta", WAITS: "yellow", QUEUED: "cyan"
 
 def status(options: argparse.Namespace) -> int:
     """Print what workers do, and which sessions they have. Return 1 if one of them did not answer."""
-    with _observer(options, _addresses(options)) as observer:
+    addresses = options.addresses or _listening(_noted())
+    if not addresses:
+        print(
+            "no session whose workers listen is noted here, so there is nothing to show. An address shows a "
+            "worker: python -m distruntime status tcp://gpu1:29400"
+        )
+        return 0
+    with _observer(options, addresses) as observer:
         answers = observer.ask(AskWorker, options.timeout)
-    print(report(answers))
-    if not options.addresses:
-        dumb = {answer.address for answer in answers if answer.value is None}
-        for entry in _noted():
-            if not entry.listen and not need_ssh(entry.workers) and dumb.issuperset(entry.workers):
-                print(f"\n {_silent(entry)}")
-    return 0 if all(answer.value is not None for answer in answers) else 1
+    silent = {answer.address for answer in answers if answer.value is None}
+    asked = {} if options.addresses else {entry.name: _listening([entry]) for entry in _noted()}
+    dead = {name: workers for name, workers in asked.items() if workers and silent.issuperset(workers)}
+    # Each gets one line: what its workers have not answered, and what drops its note.
+    told = {worker for workers in dead.values() for worker in workers}
+    if shown := report([answer for answer in answers if answer.address not in told]):
+        print(shown)
+    for name in dead:
+        print(f" {_silent(name)}")
+    return 1 if silent else 0
 
 
 def top(options: argparse.Namespace) -> int:
@@ -147,7 +157,7 @@ def _end(options: argparse.Namespace) -> int:
         return 0
     if answers and all(answer.value is None for answer in answers):
         if not options.force:
-            raise ConnectionFailed(f"{_silent(entry)}. {answers[0].why}")
+            raise ConnectionFailed(f"{_silent(entry.name)}. {answers[0].why}")
         drop(entry)
         print(f"the note of session {entry.name!r} is dropped. Nobody answers at {_where(entry)}")
         return 0
@@ -198,11 +208,11 @@ def _where(entry: Entry) -> str:
     return entry.workers[0] + (f", and {len(entry.workers) - 1} more" if len(entry.workers) > 1 else "")
 
 
-def _silent(entry: Entry) -> str:
+def _silent(name: str) -> str:
     """Return what is said of a noted session none of whose workers answers."""
     return (
-        f"no worker of the session {entry.name!r} answers. If it is gone, "
-        f"`python -m distruntime sessions --end {entry.name} --force` drops its note"
+        f"no worker of the session {name!r} answers. If it is gone, "
+        f"`python -m distruntime sessions --end {name} --force` drops its note"
     )
 
 
@@ -241,16 +251,19 @@ def _addresses(options: argparse.Namespace) -> list[str]:
     if named:
         return named
     wanted = getattr(options, "session", None)
-    entries = [entry for entry in _noted() if wanted in (None, entry.name)]
-    # What ssh reaches has no address here while no session leads there.
-    listen = [entry for entry in entries if not entry.listen and not need_ssh(entry.workers)]
-    found = list(dict.fromkeys(worker for entry in listen for worker in entry.workers))
+    found = _listening([entry for entry in _noted() if wanted in (None, entry.name)])
     if not found:
         raise ConfigurationError(
             "no session whose workers listen is noted here: name the workers, as in "
             "`python -m distruntime status tcp://gpu1:29400`"
         )
     return found
+
+
+def _listening(entries: Sequence[Entry]) -> list[str]:
+    """Return the workers of noted sessions that can be asked. What ssh reaches has no address here."""
+    listen = [entry for entry in entries if not entry.listen and not need_ssh(entry.workers)]
+    return list(dict.fromkeys(worker for entry in listen for worker in entry.workers))
 
 
 def _observer(options: argparse.Namespace, addresses: Sequence[str]) -> Observer:

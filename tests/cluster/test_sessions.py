@@ -460,7 +460,7 @@ def test_a_greeting_that_comes_twice_begins_one_session(daemon: ListeningWorker)
         channel.close()
 
 
-def test_a_seed_before_the_session_seeds_its_workers(daemon: ListeningWorker) -> None:
+def test_a_seed_before_the_session_seeds_its_workers(daemon: ListeningWorker, own_state: None) -> None:
     """As it seeds a GPU that torch has not touched yet."""
     torch.manual_seed(11)
     here = torch.rand(5).tolist()

@@ -8,6 +8,7 @@ import gc
 import importlib
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import distruntime as dr
 from agree import REMOTE, seed
 from distruntime.cluster import named_sessions
 from distruntime.session.session import active_session
+from leftovers import Leftovers
 from processes import STARTING
 
 # A shell starts background jobs with Ctrl-C ignored, and children inherit that. The tests press Ctrl-C.
@@ -42,11 +44,37 @@ for _name in ("torch.distributed.tensor", "torch._dynamo"):
     importlib.import_module(_name)
 
 _shared: list[object] = []
+_leftovers: list[Leftovers] = []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the suite folders of its own.
+
+    The processes of pytest-xdist have those of the one that starts them, and that one looks at the end.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        _leftovers.append(Leftovers())
+        config.option.basetemp = config.option.basetemp or str(_leftovers[0].tests)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let the longest tests begin first: one that is left at the end has the machine to itself."""
     items.sort(key=lambda item: item.path.name != "test_examples.py")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Let the suite fail if it has left anything."""
+    if not _leftovers:
+        return
+    dr.shutdown()
+    gc.collect()
+    left = _leftovers[0].found()
+    _leftovers.pop().end()
+    if left:
+        print("\nthe suite has left:\n  " + "\n  ".join(left), file=sys.stderr)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_finish() -> None:

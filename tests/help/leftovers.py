@@ -1,0 +1,77 @@
+"""What a run of the suite has left anywhere: files, notes of sessions, processes and shared memory.
+
+The suite has a folder for temporary files and one for notes. Its processes are known by the folder's name in
+their environment.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+# So many seconds processes have to end that are just ending.
+_PATIENCE = 30.0
+_SHARED = Path("/dev/shm")
+
+
+class Leftovers:
+    """A folder for a run, and what is there that was not before."""
+
+    def __init__(self) -> None:
+        # Addresses of sockets have at most 107 letters, so the name is short.
+        self.folder = Path(tempfile.mkdtemp(prefix="drt-"))
+        self.tests = self.folder / "t"
+        self._shared = set(_segments())
+        self._before = {name: os.environ.get(name) for name in ("TMPDIR", "DISTRUNTIME_STATE")}
+        os.environ["TMPDIR"], os.environ["DISTRUNTIME_STATE"] = str(self.folder), str(self.folder / "state")
+        tempfile.tempdir = None
+
+    def found(self) -> list[str]:
+        """Return a line for each thing that is left. Wait some seconds for processes that end."""
+        deadline = time.monotonic() + _PATIENCE
+        while (left := [*self._processes(), *self._files()]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    def end(self) -> None:
+        """Remove the folder."""
+        for name, value in self._before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        tempfile.tempdir = None
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _files(self) -> Iterator[str]:
+        for path in self.folder.iterdir():
+            if path.name == "state":
+                yield from (f"the note {note}" for note in path.glob("sessions/*"))
+            elif path != self.tests and not path.name.startswith("torchinductor_"):
+                yield f"the {'folder' if path.is_dir() else 'file'} {path}"
+        yield from (f"the shared memory {name}" for name in set(_segments()) - self._shared)
+
+    def _processes(self) -> Iterator[str]:
+        mine = f"TMPDIR={self.folder}".encode()
+        for entry in Path("/proc").glob("[0-9]*"):
+            if int(entry.name) == os.getpid():
+                continue
+            try:
+                if mine in (entry / "environ").read_bytes().split(b"\0"):
+                    words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    yield f"the process {entry.name}: {words[:200]}"
+            except OSError:
+                # It has ended, or is another user's.
+                continue
+
+
+def _segments() -> Iterator[str]:
+    """Yield the segments whose maker has ended. Others on this machine have some, too."""
+    for path in _SHARED.glob("torch_*_*"):
+        maker = path.name.split("_")[1]
+        if maker.isdigit() and not Path("/proc", maker).exists():
+            yield path.name

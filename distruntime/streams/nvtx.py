@@ -19,6 +19,8 @@ from ..tensors.tensor import DistributedTensor
 from ..wire.units import printable
 from .stream import Stream, current_stream
 
+__all__ = ["mark", "range", "range_pop", "range_push"]
+
 # So many characters of a name are kept.
 _LONGEST = 200
 

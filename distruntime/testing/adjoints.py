@@ -27,8 +27,8 @@ def check_adjoint(
     Args:
         f: takes a list of tensors like `xs`, and returns a tensor or a list of them, on any places.
         xs: where the function is tried, local tensors or remote ones; none of them is changed.
-        bound: the largest error, as a share of max(|F x| |y|, |x| |F* y|). By default it is 1e-12 for float64
-            and 1e-5 for float32.
+        bound: the largest error, as a share of ``max(|F x| |y|, |x| |F* y|)``. By default it is 1e-12 for
+            float64 and 1e-5 for float32.
         seed: of the numbers y.
 
     Raises:

@@ -38,8 +38,8 @@ class Layout:
         leaves: Sequence[object],
         before: Sequence[tuple[str, Storage]],
         compile: str | None,
-        opened: Mapping[Name, Name],
         moves: Moves,
+        opened: Mapping[Name, Name],
     ) -> None:
         """Lay it out. `opened` are names of held values that come as arguments instead."""
         if opened:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..errors import NotSupportedError
 from ..log.issue import Noted, Streams
-from ..log.line import Line, line_text
+from ..log.line import Line
 from ..log.log import Log
-from ..log.tape import Piece, Tape, recorded
+from ..log.tape import Piece, Tape, not_in_a_program
 from ..wire.codec import KIN, OPERAND
 from ..wire.messages import (
     ADOPT,
@@ -159,13 +158,6 @@ def record(
     return found
 
 
-def _refused(what: str, line: Line | None, remedy: str) -> NotSupportedError:
-    return NotSupportedError(
-        f"a program cannot {what}\n  issued at {line_text(line)}\n"
-        f"  in the program {recorded.name!r}\n  {remedy}"
-    )
-
-
 def _instructions(
     piece: Piece, lines: Iterator[Line], freed: set[int]
 ) -> Iterator[tuple[int, Sequence[object], Line | None]]:
@@ -225,7 +217,7 @@ def _add(
         word = words[at]
     assert isinstance(word, int)
     if word < FIRST_TEMPLATE:
-        raise _refused(_REFUSED.get(word, f"hold the instruction {word}"), line, "do that outside")
+        raise not_in_a_program(_REFUSED.get(word, f"hold the instruction {word}"), "do that outside", line)
     name, args, kwargs, results, *_ = log.templates.fields(word)
     _require_fit(str(name), line)
     if str(name).startswith(_PLACED):
@@ -253,11 +245,11 @@ def _add(
 
 def _require_fit(name: str, line: Line | None) -> None:
     if name.startswith("group::"):
-        raise _refused("close a group, or use one that nobody has noted", line, "do that outside")
+        raise not_in_a_program("close a group, or use one that nobody has noted", "do that outside", line)
     if name.startswith("python::"):
-        raise _refused("call a function of yours on a worker yet", line, "call it outside")
+        raise not_in_a_program("call a function of yours on a worker yet", "call it outside", line)
     if name.startswith("distruntime::") and name not in _FUNCTIONS:
-        raise _refused(f"hold {name}", line, "call it outside: seeds and settings belong there")
+        raise not_in_a_program(f"hold {name}", "call it outside: seeds and settings belong there", line)
 
 
 def _operands(pattern: object) -> Iterator[bool]:
@@ -284,12 +276,12 @@ def _name(
     name = names.get(value)
     if name is None:
         if not first:
-            raise _refused(
+            raise not_in_a_program(
                 "use a tensor that cannot be found from its function: nobody would notice if another "
                 "took its place",
-                line,
                 "pass it as an argument, or keep it in an object, a list or a dictionary that the function "
                 "names",
+                line,
             )
         found.unfit = "it did what is done once"
         return HELD, f"ref {value}"

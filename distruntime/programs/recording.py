@@ -115,6 +115,15 @@ class Recording:
         assert isinstance(found, Cut)
         return found
 
+    def crossed(self) -> dict[Name, Spec]:
+        """Return what it has handed to what stands between its parts."""
+        return {
+            name: spec
+            for act in self.acts
+            if isinstance(act, Crossed)
+            for name, (spec, _) in zip(self.cut(act).reads, act.operands)
+        }
+
     def renamed(self, names: Mapping[Name, Name]) -> Recording:
         """Return this recording with other names for some of its values."""
 

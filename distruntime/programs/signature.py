@@ -33,7 +33,6 @@ def signature_of(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[l
         if type(leaf) is DistributedTensor:
             handle = leaf._handle
             # Where it begins in its memory is no part of the kind: the batches of one tensor are alike.
-            # Where it begins in its memory is no part of the kind: the batches of one tensor are alike.
             spec = handle.spec if not handle.spec.offset else handle.spec.at(0)
             key += (spec, handle.place, leaf.requires_grad)
             # Two arguments that are one tensor are one name in a recording. Two that share memory are one

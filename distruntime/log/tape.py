@@ -30,12 +30,16 @@ class Taped(Protocol):
     base: int
 
 
-class Value(Protocol):
-    """A handle as it is seen from here."""
+class Named(Protocol):
+    """What has a number by which the worker knows it."""
 
     @property
     def ref(self) -> int:
-        """The number by which the worker knows the value."""
+        """The number."""
+
+
+class Value(Named, Protocol):
+    """A handle as it is seen from here."""
 
     @property
     def storage(self) -> object:

@@ -13,12 +13,9 @@ import torch
 from ..log.line import line_from, line_text, of_a_library, own_line
 from .arithmetic import Arithmetic
 from .functions import is_trusted
-from .seen import LISTED, MISSING, PLAIN, TENSOR, Key, Seen, key_of, looked_up
+from .seen import HEAP, LISTED, MISSING, SIMPLE, TENSOR, Key, Seen, key_of, looked_up
 
-_SIMPLE = frozenset(PLAIN)
 _HOLDERS = (types.FunctionType, types.MethodType, staticmethod, classmethod, functools.partial, property)
-# The type's flag says that Python code, or C code at run time, has made it, and that it may change.
-HEAP = 1 << 9
 
 
 class Notes:
@@ -134,7 +131,7 @@ class Notes:
             if one.form == "given":
                 for thing in one.key:  # type: ignore[attr-defined]
                     count = sys.getrefcount(thing) - spare
-                    alone = alone or (type(thing) not in _SIMPLE and count <= own[id(thing)])
+                    alone = alone or (type(thing) not in SIMPLE and count <= own[id(thing)])
             if alone:
                 dead.append(key)
         # The iterator of a dictionary's items would hold one more reference.
@@ -158,7 +155,7 @@ class Notes:
                 now = MISSING
             if (isinstance(now, torch.Tensor) and one.held is TENSOR) or one.is_as(one.held, now):
                 continue
-            changed[key] = one.held if type(one.held) in _SIMPLE else None
+            changed[key] = one.held if type(one.held) in SIMPLE else None
             one.held = TENSOR if isinstance(now, torch.Tensor) and type(now) is not torch.Tensor else now
             if now is MISSING and one.form != "item" and one.form != "class":
                 del self.found[key]

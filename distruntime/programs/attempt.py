@@ -31,6 +31,7 @@ from .run import (
     Stripped,
     dressed,
     handle_of,
+    local_leaf,
     replaced,
     require_unchanged,
     returned_from,
@@ -38,7 +39,6 @@ from .run import (
     stripped,
     unsteady,
 )
-from .signature import local_leaf
 from .watch import LocalDraws, watched
 
 

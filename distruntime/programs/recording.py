@@ -34,6 +34,11 @@ class Instruction:
     makes: tuple[int, ...]
     kin: tuple[Name, ...] | None
 
+    @property
+    def reads(self) -> tuple[Name, ...]:
+        """Its operands, and their kin."""
+        return *self.words, *(self.kin or ())
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -104,10 +109,7 @@ class Recording:
 
     def read(self) -> list[Name]:
         """Return the names of all that its instructions read."""
-        found: list[Name] = []
-        for one in self.body:
-            found += one.reads if isinstance(one, Cut) else (*one.words, *(one.kin or ()))
-        return found
+        return [name for one in self.body for name in one.reads]
 
     def cut(self, crossed: Crossed) -> Cut:
         """Return what stands between two parts."""

@@ -139,6 +139,12 @@ def layout_of(leaf: object) -> Layout:
     return leaf.device_mesh, tuple(leaf.placements), tuple(leaf.shape), tuple(leaf.stride())
 
 
+def local_leaf(leaf: object) -> object:
+    """Return the tensor of the members of a DTensor, and anything else as it is."""
+    local = local_of(leaf)
+    return local if isinstance(local, DistributedTensor) else leaf
+
+
 def laid_out(leaf: object, layout: Layout) -> object:
     """Return the tensor of a mesh's members as the DTensor that it is to be."""
     if layout is None or not isinstance(leaf, DistributedTensor):
@@ -157,19 +163,13 @@ def stripped(result: object, known: Collection[int], name: str) -> Stripped:
     graphs: list[bool] = []
     layouts: list[Layout] = []
     for leaf in flat:
-        graph, layout = False, layout_of(leaf)
+        graph, layout, local = False, layout_of(leaf), local_leaf(leaf)
         layouts.append(layout)
-        local = local_of(leaf)
-        if layout is not None and isinstance(local, DistributedTensor):
-            graph = leaf.requires_grad and local._handle.ref not in known
-            leaf = local if local._handle.ref in known else _Bare(local._handle)
-            leaves.append(leaf)
-            graphs.append(graph)
-            continue
-        if type(leaf) is DistributedTensor:
-            if leaf._handle.ref not in known:
-                graph = leaf.requires_grad
-                leaf = _Bare(leaf._handle)
+        if type(leaf) is DistributedTensor or layout is not None:
+            assert isinstance(local, DistributedTensor)
+            new = local._handle.ref not in known
+            graph = new and leaf.requires_grad
+            leaf = _Bare(local._handle) if new else local
         elif not isinstance(leaf, PLAIN):
             what = (
                 "a local tensor" if isinstance(leaf, torch.Tensor) else f"an object of {type(leaf).__name__}"

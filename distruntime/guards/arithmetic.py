@@ -257,9 +257,8 @@ def numbers_of(
         known: dict[Term, object] = {}
         found: list[float] = []
         try:
-            for term, value in decided:
-                if value_of(term, leaves, known) != value:
-                    return None
+            if any(value_of(term, leaves, known) != value for term, value in decided):
+                return None
             for number in numbers:
                 first, *others = [value_of(term, leaves, known) for term in number.terms]
                 if any(not same(first, other) for other in others):

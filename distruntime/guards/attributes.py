@@ -9,8 +9,8 @@ import torch
 
 from .contents import BUFFERS, FIXED, VIEWS, Contents, is_python_method
 from .functions import is_c
-from .notes import HEAP, Notes
-from .seen import MISSING, PLAIN, looked_up
+from .notes import Notes
+from .seen import HEAP, MISSING, PLAIN, looked_up
 
 # Python looks an attribute of these up in the object and in its class.
 _GENERIC = (

@@ -34,7 +34,7 @@ import torch
 
 from ..log.line import of_a_library
 from .reach import chains_read, globals_read
-from .seen import PLAIN
+from .seen import HEAP, MISSING, PLAIN
 from .unchanged import (
     MOST_BYTES,
     Test,
@@ -76,9 +76,6 @@ _FIXED = (
 )
 # Who has one of these pickles something else in its place.
 _NOT_SENT = ("threading", "_thread", "io", "_io", "asyncio", "weakref", "_weakref", "ctypes", "distruntime")
-# A class has this flag if it was made while Python runs, and is none of Python's own in C.
-_MADE = 1 << 9
-_GONE = object()
 
 
 def is_own(module: ModuleType) -> bool:
@@ -190,7 +187,7 @@ def _attributes(thing: object) -> dict[str, object]:
     """Return what an object holds under names: in its dictionary, and in the slots of classes in Python."""
     found = dict(getattr(thing, "__dict__", {}))
     for cls in type(thing).__mro__:
-        if cls.__flags__ & _MADE and "__slots__" in vars(cls):
+        if cls.__flags__ & HEAP and "__slots__" in vars(cls):
             slots = [n for n, v in vars(cls).items() if isinstance(v, types.MemberDescriptorType)]
             found.update({name: getattr(thing, name) for name in slots if hasattr(thing, name)})
     return found
@@ -204,7 +201,7 @@ def _parts_of_function(thing: FunctionType) -> list[tuple[str, object]]:
 
 def _parts_without_globals(thing: FunctionType) -> list[tuple[str, object]]:
     # A function that is defined later leaves an empty one.
-    cells = [(n, v) for n, v in zip(thing.__code__.co_freevars, _contents(thing)) if v is not _GONE]
+    cells = [(n, v) for n, v in zip(thing.__code__.co_freevars, _contents(thing)) if v is not MISSING]
     defaults = thing.__defaults__ or ()
     taken = thing.__code__.co_varnames[: thing.__code__.co_argcount]
     given = zip(taken[len(taken) - len(defaults) :], defaults)
@@ -217,7 +214,7 @@ def _contents(thing: FunctionType) -> list[object]:
         return [cell.cell_contents for cell in thing.__closure__ or ()]
     # A name has no value yet.
     except ValueError:
-        return [_GONE if cell == CellType() else cell.cell_contents for cell in thing.__closure__ or ()]
+        return [MISSING if cell == CellType() else cell.cell_contents for cell in thing.__closure__ or ()]
 
 
 # -- whether it is as it was ---------------------------------------------------------------------------------
@@ -241,7 +238,7 @@ class Captured:
             label, one = todo.popleft()
             try:
                 todo += self._look(label, one)
-            # A class of the user's may raise anything when it is asked what it holds.
+            # A class of the user's may raise anything when it is asked what it holds: that is told.
             except Exception:
                 self.unseen[label] = f"a {type(one).__name__}, which does not say what it holds"
         if todo:
@@ -288,7 +285,7 @@ class Captured:
                     self._watch(label, test)
                 return [*self._used(thing), *_parts_without_globals(thing)]
             return []
-        if isinstance(thing, type) and not thing.__flags__ & _MADE:
+        if isinstance(thing, type) and not thing.__flags__ & HEAP:
             return []
         if isinstance(thing, type):
             # Python notes this in a class when it pickles the first object of it.
@@ -302,14 +299,14 @@ class Captured:
     def _used(self, thing: FunctionType) -> Iterator[tuple[str, object]]:
         """Watch what a function reads of the user's modules, which travel whole; return what it reads."""
         for first, *rest in chains_read(thing.__code__):
-            label, found = first, thing.__globals__.get(first, _GONE)
+            label, found = first, thing.__globals__.get(first, MISSING)
             for name in rest:
                 if not isinstance(found, ModuleType) or not _has_body(found):
                     break
                 label = f"{label}.{name}"
                 self._watch(label, test_of_names(vars(found), [name]))
-                found = vars(found).get(name, _GONE)
-            if found is not _GONE:
+                found = vars(found).get(name, MISSING)
+            if found is not MISSING:
                 yield label, found
 
     def _watch(self, label: str, test: Test | None) -> None:
@@ -359,11 +356,12 @@ class Captured:
     def _closed(self, label: str, thing: object) -> Test | None:
         """Watch an object that holds what only C sees, by its pickle."""
         try:
-            if len(dumps(thing, 5)) <= MOST_BYTES:
-                return test_of(lambda: (dumps(thing, 5),))
-        # Any class may raise anything while it is pickled.
+            size = len(dumps(thing, 5))
+        # Any class may raise anything while it is pickled. Then there is no pickle to compare.
         except Exception:
-            pass
+            size = MOST_BYTES + 1
+        if size <= MOST_BYTES:
+            return test_of(lambda: (dumps(thing, 5),))
         self.unseen[label] = f"a {type(thing).__name__}, which nobody can compare with what it was"
         return None
 

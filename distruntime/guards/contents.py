@@ -14,12 +14,11 @@ import numpy as np
 import torch
 
 from .notes import Notes
-from .seen import MISSING, PLAIN, content_of, elements_of, keys_of, looked_up
+from .seen import MISSING, PLAIN, SIMPLE, content_of, elements_of, keys_of, looked_up
 
 CONTAINERS = (dict, list, set, deque)
 # Nothing in these changes.
 FIXED = (*PLAIN, tuple, frozenset, range, slice, type(...), type(NotImplemented))
-_SIMPLE = frozenset(PLAIN)
 _CODE = (
     *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType),
     *(types.MethodType, types.CodeType),
@@ -117,14 +116,14 @@ class Contents:
 
     def deep(self, thing: object, frame: types.FrameType, objects: bool = False, pins: bool = True) -> None:
         """Note all that can be reached through containers, and through objects if they count."""
-        if type(thing) in _SIMPLE and type(thing) is not float:
+        if type(thing) in SIMPLE and type(thing) is not float:
             return
         todo, known = [thing], set[int]()
         while todo and len(known) < _MOST_DEEP:
             one = todo.pop()
             if type(one) is float and pins:
                 self._notes.numbers.pin(one)
-            if type(one) in _SIMPLE or id(one) in known:
+            if type(one) in SIMPLE or id(one) in known:
                 continue
             known.add(id(one))
             if isinstance(one, (tuple, frozenset)):

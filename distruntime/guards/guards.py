@@ -123,15 +123,9 @@ class Guards:
         return ""
 
     def _compiled(self) -> Callable[[], bool]:
+        asked = (same, content_of, looked_up, elements_of, keys_of, ask, settings)
         names: dict[str, object] = {
-            "same": same,
-            "content_of": content_of,
-            "looked_up": looked_up,
-            "elements_of": elements_of,
-            "keys_of": keys_of,
-            "ask": ask,
-            "all": all,
-            "settings": settings,
+            **{function.__name__: function for function in asked},
             "before": self._settings,
             "tensors": self._tensors,
             "handles": self._handles,
@@ -143,7 +137,6 @@ class Guards:
             "count": sys.getrefcount,
             "kept": self._kept,
             "counts": self._counts,
-            "LookupError": LookupError,
         }
         known: dict[int, str] = {}
 
@@ -154,28 +147,7 @@ class Guards:
                 names[found] = thing
             return found
 
-        conditions: list[str] = []
-        empty: list[object] = []
-        classes = _Classes()
-        # These are the owners and values of an attribute, by whether the values are anchors.
-        looped: dict[tuple[str, bool], tuple[list[object], list[object]]] = {}
-        for one in self._seen:
-            if one.form == "length" and one.value == 0:
-                empty.append(one.owner)
-            elif one.form == "class" and not isinstance(one.value, PLAIN):
-                classes.add(one)
-            elif one.form == "attribute" and one.key in _LOOPED and isinstance(one.holder, Anchor):
-                _gather(looped, (f"thing.{one.key}", isinstance(one.held, Anchor)), one)
-            elif one.form == "attribute" and one.key in _LOOPED_OF_ANY:
-                _gather(looped, (str(one.key), False), one)
-            else:
-                conditions.append(_condition(one, name))
-        names["empty"], names["any"] = empty, any
-        conditions += classes.conditions(name)
-        for (key, tensors), (owners, values) in looped.items():
-            loop = f"map({name(operator.attrgetter(key))}, {name(owners)})"
-            wanted = f"map(thing, {name(values)})" if tensors else name(values)
-            conditions.append(f"all(map(is_, {loop}, {wanted}))")
+        conditions = self._conditions(names, name)
         conditions += [
             "all(map(is_, map(handle, tensors), handles))",
             "list(map(grad, tensors)) == gradients",
@@ -195,6 +167,31 @@ class Guards:
         # A function that its own globals name would be a cycle, which holds memory on workers.
         test: Callable[[], bool] = names.pop("test")  # type: ignore[assignment]
         return test
+
+    def _conditions(self, names: dict[str, object], name: Callable[[object], str]) -> list[str]:
+        """Return the conditions of what was seen. Those that are alike are one, which loops in C."""
+        conditions: list[str] = []
+        empty = names["empty"] = list[object]()
+        classes = _Classes()
+        # These are the owners and values of an attribute, by whether the values are anchors.
+        looped: dict[tuple[str, bool], tuple[list[object], list[object]]] = {}
+        for one in self._seen:
+            if one.form == "length" and one.value == 0:
+                empty.append(one.owner)
+            elif one.form == "class" and not isinstance(one.value, PLAIN):
+                classes.add(one)
+            elif one.form == "attribute" and one.key in _LOOPED and isinstance(one.holder, Anchor):
+                _gather(looped, (f"thing.{one.key}", isinstance(one.held, Anchor)), one)
+            elif one.form == "attribute" and one.key in _LOOPED_OF_ANY:
+                _gather(looped, (str(one.key), False), one)
+            else:
+                conditions.append(_condition(one, name))
+        conditions += classes.conditions(name)
+        for (key, tensors), (owners, values) in looped.items():
+            loop = f"map({name(operator.attrgetter(key))}, {name(owners)})"
+            wanted = f"map(thing, {name(values)})" if tensors else name(values)
+            conditions.append(f"all(map(is_, {loop}, {wanted}))")
+        return conditions
 
 
 def _to_watch(

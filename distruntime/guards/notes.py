@@ -6,19 +6,16 @@ import functools
 import sys
 import types
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Set
 
 import torch
 
 from ..log.line import line_from, line_text, of_a_library, own_line
 from .arithmetic import Arithmetic
 from .functions import is_trusted
-from .seen import MISSING, PLAIN, TENSOR, Key, Seen, key_of, looked_up
+from .seen import HEAP, LISTED, MISSING, SIMPLE, TENSOR, Key, Seen, key_of, looked_up
 
-_SIMPLE = frozenset(PLAIN)
 _HOLDERS = (types.FunctionType, types.MethodType, staticmethod, classmethod, functools.partial, property)
-# The type's flag says that Python code, or C code at run time, has made it, and that it may change.
-HEAP = 1 << 9
 
 
 class Notes:
@@ -108,23 +105,25 @@ class Notes:
         self.made = made
         self.found = {key: one for key, one in self.found.items() if not _of_made(one, made)}
         self.reasons = {text: owner for text, owner in self.reasons.items() if id(owner) not in made}
-        lone = object()
-        # The variable, and the argument of the function that counts.
-        spare = sys.getrefcount(lone)
-        while dead := self._dead(spare):
+        # How often notes and reasons hold each thing, by its id.
+        own = Counter(map(id, self.reasons.values()))
+        for one in self.found.values():
+            own.update(_held(one))
+        # What goes may have been all that held something else.
+        while dead := self._dead(own):
             for key in dead:
                 if isinstance(key, str):
-                    del self.reasons[key]
+                    own[id(self.reasons.pop(key))] -= 1
                 else:
-                    del self.found[key]
+                    own.subtract(_held(self.found.pop(key)))
         self.numbers.keep(self.found)
         return list(self.reasons)
 
-    def _dead(self, spare: int) -> list[Key | str]:
+    def _dead(self, own: Mapping[int, int]) -> list[Key | str]:
         """Return the notes and reasons about things that nothing but notes and reasons holds."""
-        own = Counter(map(id, self.reasons.values()))
-        for one in self.found.values():
-            own.update((id(one.holder), id(one.held), *map(id, _copied(one))))
+        thing: object = object()
+        # The variable, and the argument of the function that counts.
+        spare = sys.getrefcount(thing)
         dead: list[Key | str] = []
         for key, one in self.found.items():
             thing = one.holder
@@ -132,7 +131,7 @@ class Notes:
             if one.form == "given":
                 for thing in one.key:  # type: ignore[attr-defined]
                     count = sys.getrefcount(thing) - spare
-                    alone = alone or (type(thing) not in _SIMPLE and count <= own[id(thing)])
+                    alone = alone or (type(thing) not in SIMPLE and count <= own[id(thing)])
             if alone:
                 dead.append(key)
         # The iterator of a dictionary's items would hold one more reference.
@@ -156,7 +155,7 @@ class Notes:
                 now = MISSING
             if (isinstance(now, torch.Tensor) and one.held is TENSOR) or one.is_as(one.held, now):
                 continue
-            changed[key] = one.held if type(one.held) in _SIMPLE else None
+            changed[key] = one.held if type(one.held) in SIMPLE else None
             one.held = TENSOR if isinstance(now, torch.Tensor) and type(now) is not torch.Tensor else now
             if now is MISSING and one.form != "item" and one.form != "class":
                 del self.found[key]
@@ -168,8 +167,7 @@ def _of_made(one: Seen, made: Set[int]) -> bool:
     return given or id(one.holder) in made
 
 
-def _copied(one: Seen) -> Sequence[object]:
-    """Return what a note holds in a list or tuple of its own."""
-    if one.form == "given":
-        return one.key  # type: ignore[return-value]
-    return one.held if one.form in ("elements", "keys") else ()  # type: ignore[return-value]
+def _held(one: Seen) -> list[int]:
+    """Return the ids of what a note holds, and of what is in a list or tuple of its own."""
+    copied = one.key if one.form == "given" else one.held if one.form in LISTED else ()
+    return [id(one.holder), id(one.held), *map(id, copied)]  # type: ignore[call-overload]

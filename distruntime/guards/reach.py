@@ -90,13 +90,12 @@ class Reach:
     def _note(self, path: str, form: str, owner: object, key: object, value: object) -> None:
         """Note a part of something, and what is in it."""
         path = self._named(path)
+        if isinstance(value, _SKIPPED[:3]):
+            return
+        self.seen.append(_seen(path, form, owner, key, value))
         if isinstance(value, DistributedTensor):
-            self.seen.append(_seen(path, form, owner, key, value))
             self._tensor(path, value)
-        elif isinstance(value, PLAIN):
-            self.seen.append(_seen(path, form, owner, key, value))
-        elif not isinstance(value, _SKIPPED[:3]):
-            self.seen.append(_seen(path, form, owner, key, value))
+        elif not isinstance(value, PLAIN):
             self._todo.append((path, value))
 
     def _tensor(self, path: str, tensor: DistributedTensor) -> None:
@@ -201,10 +200,11 @@ class Reach:
         if isinstance(found, dict):
             if not isinstance(thing, torch.nn.Module):
                 self.seen.append(Seen(path, "length", found, None, len(found)))
+            books = isinstance(thing, _BOOKKEEPING)
             for name, value in list(found.items()):
-                if isinstance(thing, _BOOKKEEPING) and (name in _UNREAD or "state_dict" in name):
+                if books and (name in _UNREAD or "state_dict" in name):
                     continue
-                if isinstance(thing, _BOOKKEEPING) and name.endswith(_HOOKS):
+                if books and name.endswith(_HOOKS):
                     # It is always the same dictionary, so its items are enough.
                     self._todo.append((f"{path}.{name}", value))
                     continue

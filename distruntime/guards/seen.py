@@ -21,7 +21,9 @@ PLAIN = (
 MISSING = object()
 # A tensor stands there. It is not held, since the function may have made it.
 TENSOR = object()
-_SIMPLE = frozenset(PLAIN)
+SIMPLE = frozenset(PLAIN)
+# The type's flag says that Python code, or C code at run time, has made it, and that it may change.
+HEAP = 1 << 9
 # What tells a read from others: the owner's id, the form, and the key or its id.
 Key = tuple[int, str, object]
 # What these give is compared object by object.
@@ -104,7 +106,7 @@ def key_of(one: Seen) -> Key:
     key = one.key
     if one.form == "given":
         return id(one.owner), one.form, tuple(map(id, key))  # type: ignore[call-overload]
-    return id(one.owner), one.form, key if type(key) in _SIMPLE else id(key)
+    return id(one.owner), one.form, key if type(key) in SIMPLE else id(key)
 
 
 def ask(function: Callable[..., object], arguments: Sequence[object]) -> object:

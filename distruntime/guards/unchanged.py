@@ -12,13 +12,12 @@ from operator import is_
 import numpy
 import torch
 
-from .seen import same
+from .seen import MISSING, same
 
 # So many bytes of a thing are compared.
 MOST_BYTES = 1 << 16
 
 Test = Callable[[], bool]
-_GONE = object()
 _Bytes = numpy.ndarray[tuple[int, ...], numpy.dtype[numpy.uint8]]
 
 
@@ -65,9 +64,9 @@ def test_of_object(thing: object) -> Test:
 
 def test_of_names(space: Mapping[str, object], names: Sequence[str]) -> Test:
     """Return the test of names in a space. One that is missing may be there later."""
-    held, gone = [space.get(name, _GONE) for name in names], [_GONE] * len(names)
+    held, gone = [space.get(name, MISSING) for name in names], [MISSING] * len(names)
     same_names, read = _comparing(tuple(names)), space.get
-    return lambda: same_names(read, _GONE, held) or alike([*map(read, names, gone)], held)
+    return lambda: same_names(read, MISSING, held) or alike([*map(read, names, gone)], held)
 
 
 def alike(now: Sequence[object], held: list[object]) -> bool:

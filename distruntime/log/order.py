@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 from ..wire.messages import RELEASE, WAIT
 from .line import Line
 from .stretches import Stretchable, StretchedLog, put
-from .tape import Tape
+from .tape import Named, Tape
 
 # So many snapshots of a stream's clock are kept. An older position counts as the oldest of them, which only
 # costs a wait too many.
@@ -40,14 +40,10 @@ class Memory(Protocol):
     order: Use | None
 
 
-class Value(Protocol):
+class Value(Named, Protocol):
     """A handle as it is seen from here."""
 
     born: Line
-
-    @property
-    def ref(self) -> int:
-        """The number by which the worker knows the value."""
 
     @property
     def storage(self) -> Memory:
@@ -183,6 +179,14 @@ class Order:
             tape.touch(end, fresh, operands, written)
         for use in uses:
             use.readers[stream] = end
+        self._note(stream, born, fresh, written)
+        if len(node.words) > node.enough:
+            node.flush(gathered=True)
+        return born
+
+    def _note(self, stream: int, born: Line, fresh: Sequence[Value], written: Sequence[Memory]) -> None:
+        """Note what an instruction has made and written."""
+        end = born[0]
         for storage in written:
             storage.written = end
             storage.order = Use(stream, {})
@@ -190,7 +194,7 @@ class Order:
             handle.born = born
             known = handle.storage.order
             if stream:
-                makers[handle.ref] = stream
+                self._makers[handle.ref] = stream
                 if known is None:
                     handle.storage.order = Use(stream, {})
             # It is another name of memory that is there. A write that fails must find it, to poison it too.
@@ -198,9 +202,6 @@ class Order:
                 known.readers[stream] = end
         if not fresh and not written:
             self.checked[stream] = end
-        if len(node.words) > node.enough:
-            node.flush(gathered=True)
-        return born
 
     def _stray(self) -> None:
         self._strays = self.last[0] = self.node.base + len(self.node.words)
@@ -249,9 +250,7 @@ class Order:
         maker = self._makers.pop(handle.ref, 0)
         if maker != stream:
             self._users[handle.ref] = self._users.get(handle.ref, 0) | 1 << maker
-            if stream:
-                self._makers[handle.ref] = stream
-        elif stream:
+        if stream:
             self._makers[handle.ref] = stream
         handle.born = born
 
@@ -263,8 +262,8 @@ class Order:
     def _need(self, needs: dict[int, int], stream: int, other: int, position: int) -> None:
         if (
             other != stream
-            and not self.comes_after(stream, other, position)
             and needs.get(other, 0) < position
+            and not self.comes_after(stream, other, position)
         ):
             needs[other] = position
 
@@ -272,11 +271,8 @@ class Order:
 
     def comes_after(self, stream: int, other: int, position: int) -> bool:
         """Whether `stream` comes after that position of `other` already."""
-        return (
-            other == stream
-            or position <= self._clocks[stream].get(other, 0)
-            or position <= self.node.executed
-        )
+        known = self._clocks[stream]
+        return other == stream or position <= known.get(other, 0) or position <= self.node.executed
 
     def wait(
         self,
@@ -351,13 +347,10 @@ class Order:
         of them is noted here as a user and as a reader. Whoever adds a stream to the result later leaves it
         out of that: a write then overtakes the read.
         """
-        after = {self._makers.get(handle.ref, 0): handle.born[0]}
-        storage = handle.storage
-        writer = 0 if storage.order is None else storage.order.writer
-        after[writer] = max(after.get(writer, 0), storage.written)
+        after = self._after(handle)
         if meshed:
             after.setdefault(0, 0)
-        use, found = self._use(storage), list[int]()
+        use, found = self._use(handle.storage), list[int]()
         for stream, position in after.items():
             position = max(position, self.checked.get(stream, 0))
             found += stream, position
@@ -370,13 +363,14 @@ class Order:
 
         Nothing where nobody knows, as without implicit waits the last writer may not come after those before.
         """
-        if not self.implicit:
-            return []
+        return [n for pair in self._after(handle).items() for n in pair] if self.implicit else []
+
+    def _after(self, handle: Value) -> dict[int, int]:
         after = {self._makers.get(handle.ref, 0): handle.born[0]}
         storage = handle.storage
         writer = 0 if storage.order is None else storage.order.writer
         after[writer] = max(after.get(writer, 0), storage.written)
-        return [n for pair in after.items() for n in pair]
+        return after
 
     # -- frees -----------------------------------------------------------------------------------------------
 

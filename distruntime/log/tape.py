@@ -30,12 +30,16 @@ class Taped(Protocol):
     base: int
 
 
-class Value(Protocol):
-    """A handle as it is seen from here."""
+class Named(Protocol):
+    """What has a number by which the worker knows it."""
 
     @property
     def ref(self) -> int:
-        """The number by which the worker knows the value."""
+        """The number."""
+
+
+class Value(Named, Protocol):
+    """A handle as it is seen from here."""
 
     @property
     def storage(self) -> object:
@@ -163,7 +167,12 @@ def note_begin_asked(value: Value) -> None:
 
 def not_in_a_program(what: str, remedy: str, line: Line | None = None) -> NotSupportedError:
     """Return the error for what this thread's program does and no replay could do."""
-    where = line_text(line or user_line())
+    return refused(what, f"issued at {line_text(line or user_line())}", remedy)
+
+
+def refused(what: str, where: str, remedy: str) -> NotSupportedError:
+    """Return that error with the place that is to blame, if there is one."""
+    place = f"\n  {where}" if where else ""
     return NotSupportedError(
-        f"a program cannot {what}\n  issued at {where}\n  in the program {recorded.name!r}\n  {remedy}"
+        f"a program cannot {what}{place}\n  in the program {recorded.name!r}\n  {remedy}"
     )

@@ -89,6 +89,7 @@ class Handlers:
         try:
             recorded.name, recorded.covered, recorded.aside = "", False, True
             own(number, frame)
+        # What looks at a call's reads catches its own errors in the user's stack. It must let this one pass.
         except Exception as error:
             recorded.thrown = id(error)
             raise

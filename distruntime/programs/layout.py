@@ -17,7 +17,7 @@ from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD, MADE
 from .begins import Moves
 from .parts import Bridge, Made, Needs, Piece, Where
-from .recording import Crossed, Cut, Name, Part, Recording
+from .recording import Crossed, Name, Part, Recording
 from .run import Run
 
 # Behind the last part.
@@ -38,8 +38,8 @@ class Layout:
         leaves: Sequence[object],
         before: Sequence[tuple[str, Storage]],
         compile: str | None,
-        opened: Mapping[Name, Name],
         moves: Moves,
+        opened: Mapping[Name, Name],
     ) -> None:
         """Lay it out. `opened` are names of held values that come as arguments instead."""
         if opened:
@@ -52,32 +52,18 @@ class Layout:
         self.current = dict(current_streams.get())
         self._find_uses()
         keeping = self._keep(kept)
-        # These are the memories that somebody outside a replay knows.
-        self._known: dict[int, Where] = {}
-        for path, storage in before:
-            if path in self._held:
-                name = opened.get((HELD, path))
-                fixed = "fixed", self._held[path].storage
-                self._known[id(storage)] = fixed if name is None else ("argument", int(name[1]))
-        # What was found at one path and left at another is what a replay finds at the first one.
-        for handle in self._held.values():
-            self._known.setdefault(id(handle.storage), ("fixed", handle.storage))
-        for k, leaf in reversed([*enumerate(leaves)]):
-            if isinstance(leaf, DistributedTensor):
-                self._known[id(leaf._handle.storage)] = "argument", k
+        self._note_known(before, leaves)
         self._next = count().__next__
         # How large a replay's own memories are, as far as that is known.
         self.specs: dict[int, Spec] = {}
         self._count_memories()
         words = {word: n for n, number in enumerate(numbers) for word in number.words}
         self.acts: list[Piece | Bridge] = []
-        self.bridges: list[Bridge] = []
         for at, act in enumerate(self._acts):
             if isinstance(act, Crossed):
                 bridge = Bridge(act, recording, self._held)
                 bridge.memories = [self._memory(name) for name in bridge.makes]
                 self.acts.append(bridge)
-                self.bridges.append(bridge)
                 continue
             mine = keeping.get(at, {})
             results = self._results(at, act, mine)
@@ -92,18 +78,30 @@ class Layout:
             needs = Needs(self._held, words, recording.floats, mine, results, memories, compile)
             stream = act.stream if recording.several else -1
             self.acts.append(Piece(act, recording, stream, needs, self._home(at, act)))
-        self.logs: list[Log] = list(
-            dict.fromkeys(
-                log
-                for act in self._acts
-                for log in ([act.log] if isinstance(act, Part) else act.between.logs)
-            )
+        self.bridges = [act for act in self.acts if isinstance(act, Bridge)]
+        logs = (
+            log for act in self._acts for log in ([act.log] if isinstance(act, Part) else act.between.logs)
         )
-        last = {name: max(uses) for name, uses in self._users.items() if uses and name not in returned}
+        self.logs: list[Log] = list(dict.fromkeys(logs))
         self.over: list[list[Name]] = [[] for _ in self._acts]
         for name, maker in self._makers.items():
             if name not in returned:
-                self.over[last.get(name, maker)].append(name)
+                self.over[max(self._users.get(name) or {maker})].append(name)
+
+    def _note_known(self, before: Sequence[tuple[str, Storage]], leaves: Sequence[object]) -> None:
+        """Note the memories that somebody outside a replay knows."""
+        self._known: dict[int, Where] = {}
+        for path, storage in before:
+            if path in self._held:
+                name = self._opened.get((HELD, path))
+                fixed = "fixed", self._held[path].storage
+                self._known[id(storage)] = fixed if name is None else ("argument", int(name[1]))
+        # What was found at one path and left at another is what a replay finds at the first one.
+        for handle in self._held.values():
+            self._known.setdefault(id(handle.storage), ("fixed", handle.storage))
+        for k, leaf in reversed([*enumerate(leaves)]):
+            if isinstance(leaf, DistributedTensor):
+                self._known[id(leaf._handle.storage)] = "argument", k
 
     def _find_uses(self) -> None:
         """Note which act makes each value, and which ones use it."""
@@ -113,11 +111,7 @@ class Layout:
             steps = act.steps if isinstance(act, Part) else [act.step]
             for step in steps:
                 found = self._recording.body[step]
-                if isinstance(found, Cut):
-                    names: tuple[Name, ...] = found.reads
-                else:
-                    names = (*found.words, *(found.kin or ()))
-                for name in names:
+                for name in found.reads:
                     self._users.setdefault(name, set()).add(at)
                 for number in found.makes:
                     self._makers[MADE, number] = at
@@ -182,9 +176,7 @@ class Layout:
             return handle.spec, handle.place
         for act in self._acts:
             if isinstance(act, Crossed):
-                cut = self._recording.body[act.step]
-                assert isinstance(cut, Cut)
-                for one, operand in zip(cut.reads, act.operands):
+                for one, operand in zip(self._recording.cut(act).reads, act.operands):
                     if one == name:
                         return operand
         return None
@@ -237,25 +229,20 @@ class Layout:
         """Return where a replay finds a memory; None for the generators."""
         if log.order is not None and memory is log.order.generator:
             return None
-        found = self._known.get(id(memory)) or self._own.get(id(memory))
-        if found is None:
-            found = self._own[id(memory)] = "own", self._next()
-        return found
+        return self._found(memory)
+
+    def _found(self, memory: object) -> Where:
+        return self._known.get(id(memory)) or self._own.setdefault(id(memory), ("own", self._next()))
 
     def _memory(self, name: Name) -> Where:
         """Return where a replay finds the memory of a value that crosses."""
         memory = self._object(name)
-        if memory is not None:
-            found = self._known.get(id(memory)) or self._own.get(id(memory))
-            if found is None:
-                number = self._next()
-                found = self._own[id(memory)] = "own", number
-            if found[0] == "own" and isinstance(memory, Storage) and isinstance(found[1], int):
-                self.specs[found[1]] = memory.spec
-            return found
-        if name not in self._of_names:
-            self._of_names[name] = "own", self._next()
-        return self._of_names[name]
+        if memory is None:
+            return self._of_names.setdefault(name, ("own", self._next()))
+        kind, number = found = self._found(memory)
+        if kind == "own" and isinstance(memory, Storage) and isinstance(number, int):
+            self.specs[number] = memory.spec
+        return found
 
     def _memory_of(self, name: Name) -> Where | None:
         if name[0] == ARGUMENT:

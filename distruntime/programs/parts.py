@@ -102,7 +102,7 @@ class Piece:
         self.lines = [recording.lines[k] for k in part.steps]
         body = [ins for ins in steps if isinstance(ins, Instruction)]
         own = {number for ins in body for number in ins.makes}
-        used = dict.fromkeys(name for ins in body for name in (*ins.words, *(ins.kin or ())))
+        used = dict.fromkeys(name for ins in body for name in ins.reads)
         used.update(dict.fromkeys(needs.kept.values()))
         used.update(dict.fromkeys(made.name for made in needs.results))
         # What it does not make itself comes as an operand.

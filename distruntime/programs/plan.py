@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch.utils._pytree import tree_unflatten
@@ -11,16 +11,16 @@ from torch.utils._pytree import tree_unflatten
 from ..guards.anchors import Anchor, anchored
 from ..guards.arithmetic import Term, explained, leaves_of, numbers_of
 from ..guards.guards import Guards
-from ..guards.reach import Reach
-from ..guards.seen import Key, Seen, same
+from ..guards.seen import same
 from ..log.current import current_device, current_mesh, current_node, current_streams
-from ..log.handle import Handle, Storage
+from ..log.handle import Handle
 from ..log.line import user_line
 from ..log.log import Log
 from ..session.session import session_of_log
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD
-from .carried import Carried, Kind, Taken
+from .attempt import Attempt
+from .carried import Carried, Taken
 from .graphs import given
 from .layout import Layout, is_new, kept_behind
 from .parts import Piece, Values
@@ -29,86 +29,83 @@ from .run import Run, laid_out
 from .vain import Tries
 
 
-@dataclass
-class Found:
-    """What a plan is made of besides two equal runs, as it is behind the second one."""
-
-    name: str
-    leaves: Sequence[object]
-    after: Reach
-    # These are the handles of the tensors that were returned.
-    handles: Sequence[Handle | None]
-    # What was returned, as the caller gets it.
-    given: Sequence[object]
-    # The run has changed these in place.
-    changed: Sequence[DistributedTensor]
-    changed_arguments: Sequence[int]
-    # These arguments are also found from the function.
-    pinned: Sequence[int]
-    # The memory at each path before it.
-    memories: Sequence[tuple[str, Storage]] = ()
-    # At these paths another tensor of this kind may stand.
-    kinds: Mapping[str, Kind] = field(default_factory=dict)
-    # The run has put these objects in place of others, with tensors that it has left in them.
-    replaced: Mapping[str, object] = field(default_factory=dict)
-    # The run has changed what stood at these paths in place.
-    changed_paths: Sequence[str] = ()
-    # It has read these.
-    reads: Mapping[Key, Seen] = field(default_factory=dict)
-    # It has made the objects with these ids.
-    made: Set[int] = frozenset()
-    # It has decided these by floats.
-    decisions: Mapping[Term, object] = field(default_factory=dict)
-
-
 class Plan:
     """A program for calls of one signature, as long as its guards hold."""
 
-    def __init__(self, run: Run, other: Run, found: Found, compile: str | None = None) -> None:
+    def __init__(self, attempt: Attempt, other: Run, compile: str | None = None) -> None:
+        """Make it of a recorded call, and of an earlier one that did the same."""
+        run, after = attempt.run, attempt.after
         recording = run.recording
-        self.run, self.name = run, found.name
-        paths = found.after.paths
+        self.run, self.name, self.kinds = run, attempt.name, attempt.kinds
+        paths = after.paths
         kept = kept_behind(run, paths)
         numbers, _ = explained(other.recording.floats, recording.floats, other.terms, run.terms)
         free = leaves_of(term for number in numbers for term in number.terms)
+        notes = attempt.reads.notes
         reads = {
             key: one
-            for key, one in found.reads.items()
+            for key, one in notes.found.items()
             if one.form != "bytes" or id(one.owner) not in run.steps
         }
         by_ref = {tensor._handle.ref: tensor for tensor in paths.values()}
         renewed = [by_ref[ref] for ref in kept]
         mine = set(map(id, renewed))
         alone: dict[str, object] = {path: tensor for path, tensor in paths.items() if id(tensor) in mine}
-        self.guards = Guards(found.after, reads, {**alone, **found.replaced}, free, run.steps, found.made)
-        self.kinds = found.kinds
-        self.carried = Carried(found.after, renewed, found.kinds)
+        self.guards = Guards(after, reads, {**alone, **attempt.replaced}, free, run.steps, notes.made)
+        self.carried = Carried(after, renewed, attempt.kinds)
         self._words = [number.words for number in numbers]
-        self._numbers = numbers_of(numbers, found.decisions, reads, run.steps) if numbers else None
+        self._numbers = numbers_of(numbers, attempt.terms.decisions, reads, run.steps) if numbers else None
         self._steps = list(run.steps.values())
         # What it changes counts as written by this process's autograd too.
-        self._changed = list(dict.fromkeys(map(anchored, (*found.changed, *renewed))))
-        self._changed_arguments = list(found.changed_arguments)
+        self._changed = list(dict.fromkeys(map(anchored, (*attempt.changed, *renewed))))
+        self._changed_arguments = attempt.changed_arguments
+        self._changed_entries = [self.carried.own[p] for p in attempt.changed_paths if p in self.carried.own]
+        before = {id(storage) for _, storage in attempt.memories}
+        self._shares = any(id(tensor._handle.storage) in before for tensor in renewed)
+        self._moves = other.moves(run)
+        self._note_arguments(attempt, free)
+        returned = self._note_returned(attempt, kept)
+        leaves, memories = attempt.leaves, attempt.memories
+        laid = partial(
+            Layout, recording, kept, numbers, returned, paths, leaves, memories, compile, self._moves
+        )
+        layout = self._layout = self._used = laid({})
+        read = dict.fromkeys((*recording.read(), *kept.values()))
+        # What others have left comes behind the arguments.
+        entries = [name for name in read if name[0] == HELD and name[1] in self.carried.own]
+        self._entries = [self.carried.own[str(path)] for _, path in entries]
+        opened = {name: (ARGUMENT, len(leaves) + k) for k, name in enumerate(entries)}
+        self._open = laid(opened) if opened else layout
+        self.logs: Sequence[Log] = layout.logs
+        # It is one of these streams that it names, and the others are current in each call.
+        self._streams = dict(layout.current) if recording.several else None
+        # What it makes anew goes to the place that was current.
+        self._places = session_of_log(self.logs[0]).places
+        self._context, self._place = self._now(), self._places.current()
+        self.replays = 0
+        # A replay says there that recordings are not in vain.
+        self.tries = Tries()
+
+    def _note_arguments(self, attempt: Attempt, free: Set[Term]) -> None:
+        """Note what arguments must be, besides what their signature says."""
+        leaves = attempt.leaves
+        handles = [(k, handle) for k, leaf in enumerate(leaves) if (handle := _handle(leaf)) is not None]
         self._fixed_floats = {
-            k: value
-            for k, value in enumerate(found.leaves)
-            if type(value) is float and ("argument", k) not in free
+            k: value for k, value in enumerate(leaves) if type(value) is float and ("argument", k) not in free
         }
-        self._pinned = [(k, _handle(found.leaves[k])) for k in found.pinned]
-        moves = self._moves = other.moves(run)
-        self._fixed = [(k, h.spec) for k in moves.fixed if (h := _handle(found.leaves[k])) is not None]
-        inside = {id(t._handle.storage) for _, t in found.after.tensors.values()}
+        self._pinned = [(k, _handle(leaves[k])) for k in attempt.pinned]
+        self._fixed = [(k, handle.spec) for k, handle in handles if k in self._moves.fixed]
+        inside = {id(t._handle.storage) for _, t in attempt.after.tensors.values()}
         # What shares memory with something that was found must do so again: it is one memory for streams.
-        self._inside = [
-            (k, handle.storage)
-            for k, leaf in enumerate(found.leaves)
-            if (handle := _handle(leaf)) is not None and id(handle.storage) in inside
-        ]
+        self._inside = [(k, handle.storage) for k, handle in handles if id(handle.storage) in inside]
+
+    def _note_returned(self, attempt: Attempt, kept: Mapping[int, Name]) -> dict[Name, Handle]:
+        """Note what a replay returns. Return the values that it makes for that."""
         returned: dict[Name, Handle] = {}
         # Each entry makes a leaf: of the values of a replay, of the arguments, or as it always is.
         self._leaves: list[tuple[str, Name | int, bool, object]] = []
-        for one, handle, leaf in zip(run.returned, found.handles, found.given):
-            if one.name is not None and handle is not None and is_new(one.name, kept, paths):
+        for one, handle, leaf in zip(self.run.returned, attempt.handles, attempt.given):
+            if one.name is not None and handle is not None and is_new(one.name, kept, attempt.after.paths):
                 returned[one.name] = handle
                 self._leaves.append(("made", one.name, one.wants_grad, None))
             elif one.name is not None and one.name[0] == ARGUMENT:
@@ -116,48 +113,10 @@ class Plan:
             else:
                 fixed = anchored(leaf) if isinstance(leaf, DistributedTensor) else leaf
                 self._leaves.append(("fixed", 0, False, fixed))
-        self._laid_out = any(one.layout is not None for one in run.returned)
-        self._single = (
-            not self._laid_out
-            and len(self._leaves) == 1
-            and self._leaves[0][0] == "made"
-            and run.tree.is_leaf()
-        )
-
-        def laid(opened: Mapping[Name, Name]) -> Layout:
-            return Layout(
-                recording,
-                kept,
-                numbers,
-                returned,
-                paths,
-                found.leaves,
-                found.memories,
-                compile,
-                opened,
-                moves,
-            )
-
-        layout = self._layout = self._used = laid({})
-        read = dict.fromkeys((*recording.read(), *kept.values()))
-        # What others have left comes behind the arguments.
-        entries = [name for name in read if name[0] == HELD and name[1] in self.carried.own]
-        self._entries = [self.carried.own[str(path)] for _, path in entries]
-        opened = {name: (ARGUMENT, len(found.leaves) + k) for k, name in enumerate(entries)}
-        self._open = laid(opened) if opened else layout
-        self._changed_entries = [self.carried.own[p] for p in found.changed_paths if p in self.carried.own]
-        before = {id(storage) for _, storage in found.memories}
-        self._shares = any(id(tensor._handle.storage) in before for tensor in renewed)
-        self.logs: Sequence[Log] = layout.logs
-        # It is one of these streams that it names, and the others are current in each call.
-        self._streams = dict(layout.current) if recording.several else None
-        # What it makes anew goes to the place that was current.
-        self._places = session_of_log(self.logs[0]).places
-        self._context, self._place = self._now(), self._places.current()
-        # It was compared with a recording behind so many replays.
-        self.replays = self.verified = 0
-        # A replay says there that recordings are not in vain.
-        self.tries = Tries()
+        self._laid_out = any(one.layout is not None for one in self.run.returned)
+        single = len(self._leaves) == 1 and self._leaves[0][0] == "made" and self.run.tree.is_leaf()
+        self._single = single and not self._laid_out
+        return returned
 
     def compiled(self) -> str:
         """Return what became of its compiling. Block until what was issued before has run."""
@@ -179,11 +138,11 @@ class Plan:
 
     def fits(self, leaves: Sequence[object]) -> bool:
         """Whether these arguments are of this plan, and all that it has found is as it was."""
-        return not self.carried.turns and self._called_alike(leaves) and self.guards.holds()
+        return not self.carried.turns and not self._called_otherwise(leaves) and self.guards.holds()
 
     def fits_with(self, leaves: Sequence[object]) -> Taken | None:
         """Return what stands where this plan's own tensors would, if it fits with that, or None."""
-        if not self._called_alike(leaves):
+        if self._called_otherwise(leaves):
             return None
         taken = self.carried.taken(leaves)
         if taken is None:
@@ -198,35 +157,27 @@ class Plan:
         finally:
             taken.put_back()
 
-    def _called_alike(self, leaves: Sequence[object]) -> bool:
+    def _called_otherwise(self, leaves: Sequence[object]) -> str:
+        """Say what is different in how it is called, or return nothing."""
         for k, value in self._fixed_floats.items():
             if leaves[k] != value:
-                return False
+                return f"argument {k} was {value!r}, and is {leaves[k]!r} now"
         for k, handle in self._pinned:
             if _handle(leaves[k]) is not handle:
-                return False
-        for k, spec in self._fixed:
-            if leaves[k]._handle.spec is not spec:  # type: ignore[attr-defined]
-                return False
-        for k, storage in self._inside:
-            if leaves[k]._handle.storage is not storage:  # type: ignore[attr-defined]
-                return False
-        if self._moves.together and self._moves.apart(leaves):
-            return False
-        if self._streams is not None and dict(current_streams.get()) != self._streams:
-            return False
-        return self._at_its_place()
-
-    def _elsewhere(self, leaves: Sequence[object]) -> str:
-        """Say which argument is elsewhere in its memory, or in another one, or return nothing."""
+                return f"argument {k} was a tensor that the function finds by itself, and is another one now"
         for k, spec in self._fixed:
             if leaves[k]._handle.spec is not spec:  # type: ignore[attr-defined]
                 return f"argument {k} began at byte {spec.begin} of its memory, and begins elsewhere now"
         for k, storage in self._inside:
             if leaves[k]._handle.storage is not storage:  # type: ignore[attr-defined]
                 return f"argument {k} was in a memory that the function finds by itself, and is not any more"
-        apart = self._moves.apart(leaves)
-        return "arguments that moved alike in their memory do not any more" if apart else ""
+        if self._moves.together and self._moves.apart(leaves):
+            return "arguments that moved alike in their memory do not any more"
+        if self._streams is not None and dict(current_streams.get()) != self._streams:
+            return "another stream is current, and the program uses several"
+        if not self._at_its_place():
+            return f"the current place was {self._place.place}, and is another one now"
+        return ""
 
     def _now(self) -> tuple[object, ...]:
         return current_node.get(), current_device.get(), current_mesh.get(), self._places.default
@@ -242,20 +193,9 @@ class Plan:
 
     def missed(self, leaves: Sequence[object]) -> str:
         """Say why it does not fit."""
-        for k, value in self._fixed_floats.items():
-            if leaves[k] != value:
-                return f"argument {k} was {value!r}, and is {leaves[k]!r} now"
-        for k, handle in self._pinned:
-            if _handle(leaves[k]) is not handle:
-                return f"argument {k} was a tensor that the function finds by itself, and is another one now"
-        if elsewhere := self._elsewhere(leaves):
-            return elsewhere
-        if self._streams is not None and dict(current_streams.get()) != self._streams:
-            return "another stream is current, and the program uses several"
-        if not self._at_its_place():
-            return f"the current place was {self._place.place}, and is another one now"
         turned = "what it found in objects when it was recorded is not what it left there"
-        return self.guards.missed() or (turned if self.carried.turns else "")
+        otherwise = self._called_otherwise(leaves) or self.guards.missed()
+        return otherwise or (turned if self.carried.turns else "")
 
     def usable(self) -> bool:
         """Whether its workers, its groups and its session are there."""

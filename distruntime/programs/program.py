@@ -3,53 +3,27 @@
 from __future__ import annotations
 
 import functools
-import sys
 import types
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from ..errors import NotSupportedError, UsageError, drop_frames, without_our_frames
-from ..guards.arithmetic import Arithmetic
-from ..guards.reach import Reach
-from ..guards.reads import Reads
-from ..guards.seen import PLAIN
-from ..guards.tracing import traced
-from ..log.current import current_streams
 from ..log.handle import next_ref
-from ..log.issue import noting
 from ..log.line import line_text, user_line
-from ..log.log import Log
-from ..log.tape import Tape, not_in_a_program, recorded
-from ..session.session import Session, active_session
-from ..tensors.tensor import DistributedTensor
-from ..wire.messages import ARGUMENT, HELD
+from ..log.tape import recorded
+from ..session.session import active_session
+from .attempt import Attempt
 from .begins import Placed, begins_of
-from .carried import kinds_found, renewed_kinds
-from .garbage import young_cycles_end
 from .handlers import Handlers
 from .kinds import Kinds
-from .plan import Found, Plan
-from .recorder import record
-from .recording import Crossed, Name
-from .run import (
-    Run,
-    Stripped,
-    dressed,
-    handle_of,
-    laid_out,
-    replaced,
-    require_unchanged,
-    returned_from,
-    state_behind,
-    stripped,
-    unsteady,
-)
-from .signature import local_leaf, signature_of
+from .plan import Plan
+from .run import Stripped, dressed, laid_out, stripped
+from .signature import signature_of
 from .turns import Recorder, Turns
-from .watch import LocalDraws, others_run, watched
+from .watch import others_run
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -136,7 +110,7 @@ class Program(Generic[P, R]):
             if numbers is None:
                 why = "what follows from floats comes out in another way now"
                 continue
-            if self._due(plan):
+            if self._verify:
                 return _Anew(signature, "it was recorded again to compare", plan, numbers)
             found = plan.replay(leaves, numbers, taken)
             self._last = plan
@@ -200,10 +174,6 @@ class Program(Generic[P, R]):
                 turns.recorder = None
             mine.end()
 
-    def _due(self, plan: Plan) -> bool:
-        """Whether a plan is to be compared with a recording: each one is, if the user wishes."""
-        return self._verify
-
     # -- recording -------------------------------------------------------------------------------------------
 
     def _record(
@@ -214,10 +184,9 @@ class Program(Generic[P, R]):
         leaves: list[object],
         handlers: Handlers,
     ) -> R:
-        signature, _, expected, numbers = anew
-        why = anew.why_of(leaves)
-        runs = self._kinds.runs.get(signature)
+        runs = self._kinds.runs.get(anew.signature)
         first, lenient = not runs, not runs or not runs[-1].recording.unfit
+        why = anew.why_of(leaves)
         self.recordings += 1
         self.why = "it was the first call of its kind" if first else why
         session = active_session()
@@ -226,74 +195,11 @@ class Program(Generic[P, R]):
             if node.failed is None and node.checks.waiting:
                 session.drain(node)
         handlers.begin()
-        roots: list[tuple[str, object]] = [(self._name, self._fn)]
-        roots += [
-            (f"argument {k}", leaf)
-            for k, leaf in enumerate(leaves)
-            if not isinstance(leaf, (DistributedTensor, *PLAIN))
-        ]
-        # A mesh keeps what each member's rank is. The layouts of DTensors read it.
-        roots += [
-            (f"the ranks {key} of mesh {mesh.number}", tensor)
-            for mesh in session.meshes
-            for key, tensor in mesh.residence().numbers.items()
-        ]
-        before = Reach(roots)
-        counted = {key: (tensor, tensor.item()) for key, tensor in before.steps.items()}
-        terms = Arithmetic({k: leaf for k, leaf in enumerate(leaves) if type(leaf) is float}, counted)
-        paths = before.by_ref()
-        arguments = {
-            leaf._handle.ref: k
-            for k, leaf in reversed([*enumerate(leaves)])
-            if isinstance(leaf, DistributedTensor)
-        }
-        names: dict[int, Name] = {ref: (HELD, path) for ref, path in paths.items()}
-        names.update({ref: (ARGUMENT, k) for ref, k in arguments.items()})
-        draws = LocalDraws(before.generators)
-        memories = [(path, tensor._handle.storage) for path, tensor in before.paths.items()]
-        entered = kinds_found(before)
-        current = current_streams.get()
-        known = [*(tensor for _, tensor in before.tensors.values()), *_tensors(leaves)]
-        versions = [(tensor, _version(tensor)) for tensor in known]
-        gradients = [
-            (k, leaf, leaf.grad)
-            for k, leaf in enumerate(tree_flatten((args, kwargs))[0])
-            if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad
-        ]
-        tapes: list[tuple[Log, Tape]] = []
-        found: Stripped
-        asked = recorded.asked = []
-        reads = Reads(terms)
+        attempt = Attempt(self._name, self._fn, args, kwargs, leaves)
+        found = attempt.call(first, lenient, handlers)
+        self.why = attempt.unfit or self.why
         try:
-            for log in session.logs:
-                tapes.append((log, log.begin_tape()))
-            with watched(self._name, first, lenient), noting() as notes, young_cycles_end() as young:
-                result = traced(reads, self._called, reads, handlers, args, kwargs)
-                found = stripped(result, names, self._name)
-                del result
-                reasons = reads.settle(young.ids())
-        finally:
-            for log, tape in tapes:
-                log.end_tape(tape)
-        recorded.name, recorded.first = self._name, first
-        try:
-            if recorded.mixed:
-                raise not_in_a_program("hold what a signal handler has issued", "issue it outside")
-            drawn = draws.used()
-            self._require_plain(session, tapes, args, kwargs, leaves, gradients)
-            recording = record(tapes, notes, names, first, current)
-            if drawn:
-                reasons.insert(0, drawn)
-            reasons += young.reasons
-            if reasons:
-                recording.unfit = self.why = f"each call is recorded, since {reasons[0]}"
-            changed = reads.notes.renew()
-            steps = {key: tensor for key, (tensor, was) in counted.items() if tensor.item() == was + 1}
-            after = Reach(roots)
-            if not first:
-                require_unchanged(before, after, steps)
-            refs = {handle.ref for leaf in found.leaves if (handle := handle_of(leaf)) is not None}
-            state = state_behind(recording, after, paths, arguments, refs, self._refusal, first)
+            attempt.look_behind(first)
         except NotSupportedError as error:
             # It may be the doing of somebody else.
             beside = f"the signal handler {recorded.struck!r} has run" if recorded.struck else ""
@@ -301,36 +207,28 @@ class Program(Generic[P, R]):
             if not beside:
                 raise
             self.why = f"it was recorded while {beside}, and {str(error).splitlines()[0]}"
-            self._kinds.note(signature, False, self.why)
+            self._kinds.note(anew.signature, False, self.why)
             return self._as_returned(found)
-        finally:
-            recorded.name, recorded.first = "", False
-        run = Run(
-            recording,
-            state,
-            {path: tensor._handle.spec for path, tensor in after.paths.items()},
-            returned_from(found, recording, arguments, paths),
-            found.tree,
-            terms.values,
-            steps,
-            changed,
-            begins_of(leaves),
-            {
-                name: spec
-                for act in recording.acts
-                if isinstance(act, Crossed)
-                for name, (spec, _) in zip(recording.cut(act).reads, act.operands)
-            },
+        plan = self._compared(anew, attempt, why)
+        given, run = attempt.given, attempt.run
+        run.recording.settle()
+        # Whoever holds a tensor from here on is not of this call.
+        del attempt, found
+        if plan is not None:
+            plan.guards.settle()
+        return tree_unflatten(  # type: ignore[no-any-return]
+            [laid_out(leaf, one.layout) for leaf, one in zip(given, run.returned)], run.tree
         )
-        kept = {after.paths[path]._handle.ref for path in state}
-        handles = [handle_of(leaf) for leaf in found.leaves]
-        given = dressed(found, kept, self._name)
-        if any(isinstance(leaf, DistributedTensor) and leaf._handle.storage in asked for leaf in leaves):
+
+    def _compared(self, anew: _Anew, attempt: Attempt, why: str) -> Plan | None:
+        """Compare a recording with those before it. Return the plan that two equal ones make."""
+        signature, _, expected, numbers = anew
+        run, plan = attempt.run, None
+        if attempt.asks_for_begins():
             signature = self._kinds.place(signature, run, "it asks where an argument begins in its memory")
         same, differs = self._kinds.same(signature, run)
         self.why = differs or self.why
-        odd = "" if expected is None else expected.differs(run, numbers)
-        if expected is not None and odd:
+        if expected is not None and (odd := expected.differs(run, numbers)):
             self._kinds.forget(signature)
             raise UsageError(
                 f"the program {self._name!r} does something else than its replays did: {odd}\n"
@@ -338,89 +236,20 @@ class Program(Generic[P, R]):
                 "  something that it reads has changed where nobody can see it (a file, another module): "
                 "pass that as an argument. What the last replays have computed may be wrong"
             )
-        written = {id(tensor) for tensor, version in versions if _version(tensor) != version}
-        changed_paths = [path for path, tensor in before.paths.items() if id(tensor) in written]
-        kinds = renewed_kinds(run, entered, after)
-        odd = "" if same is None else unsteady(before, after, kinds, run, same)
-        if odd:
+        if same is not None and (odd := attempt.unsteady(same)):
             self.why = f"it left {odd} in another state than it found it in"
-        elif same is not None and recording.acts:
-            wrote = [tensor for tensor, version in versions if _version(tensor) != version]
-            plan = Plan(
-                run,
-                same,
-                Found(
-                    self._name,
-                    leaves,
-                    after,
-                    handles,
-                    given,
-                    [t for t in wrote if id(t) in after.tensors],
-                    [k for k, leaf in enumerate(leaves) if any(leaf is t for t in wrote)],
-                    [k for ref, k in arguments.items() if ref in paths],
-                    memories,
-                    kinds,
-                    replaced(before, after, state),
-                    changed_paths,
-                    reads.notes.found,
-                    reads.notes.made,
-                    terms.decisions,
-                ),
-                self._compile,
-            )
-            if expected is not None:
-                plan.replays = plan.verified = expected.replays
+        elif same is not None and run.recording.acts:
+            plan = Plan(attempt, same, self._compile)
+            plan.replays = 0 if expected is None else expected.replays
             plan.tries = self._kinds.tries_of(signature)
             new = self._kinds.keep(signature, plan, expected)
-            # Whoever holds a tensor from here on is not of this call.
-            del before, after, known, memories, notes, versions, gradients, wrote, found, handles, reads
-            plan.guards.settle()
             again = "" if "agree yet" in why else f"{why}, so "
             self.why = f"{again}it was recorded, and agrees with one before: the next call is replayed"
             self._kinds.note(signature, new or expected is not None, why)
         else:
-            self.why = self.why if recording.acts else "it issues nothing on a worker"
+            self.why = self.why if run.recording.acts else "it issues nothing on a worker"
             self._kinds.note(signature, False, self.why)
-        recording.settle()
-        given = [laid_out(leaf, one.layout) for leaf, one in zip(given, run.returned)]
-        return tree_unflatten(given, run.tree)  # type: ignore[no-any-return]
-
-    def _called(
-        self, reads: Reads, handlers: Handlers, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> R:
-        reads.base = id(sys._getframe())
-        try:
-            handlers.run()
-            return self._fn(*args, **kwargs)  # type: ignore[arg-type]
-        finally:
-            handlers.wait()
-
-    def _require_plain(
-        self,
-        session: Session,
-        tapes: Sequence[object],
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-        leaves: list[object],
-        gradients: Sequence[tuple[int, torch.Tensor, torch.Tensor | None]],
-    ) -> None:
-        if len(session.logs) != len(tapes):
-            raise not_in_a_program("make a mesh", "make it before")
-        now = [local_leaf(leaf) for leaf in tree_flatten((args, kwargs))[0]]
-        if len(now) != len(leaves) or any(a is not b for a, b in zip(now, leaves)):
-            raise not_in_a_program("change the lists and dictionaries of its arguments", "return new ones")
-        for k, leaf, gradient in gradients:
-            if leaf.grad is not gradient:
-                raise not_in_a_program(
-                    f"leave a gradient in argument {k}, as a replay's argument is another tensor",
-                    "return torch.autograd.grad(loss, x), or let the function name the parameter itself",
-                )
-
-    def _refusal(self, what: str, where: str, remedy: str) -> NotSupportedError:
-        made = f"\n  made at {where}" if where else ""
-        return NotSupportedError(
-            f"a program cannot {what}{made}\n  in the program {self._name!r}\n  {remedy}"
-        )
+        return plan
 
 
 class _Anew(NamedTuple):
@@ -436,14 +265,6 @@ class _Anew(NamedTuple):
         if isinstance(self.why, str):
             return self.why
         return self.why.missed(leaves) or "the arguments are others"
-
-
-def _tensors(leaves: Sequence[object]) -> list[DistributedTensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, DistributedTensor)]
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 @overload

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..errors import NotSupportedError
 from ..log.issue import Noted, Streams
-from ..log.line import Line, line_text
+from ..log.line import Line
 from ..log.log import Log
-from ..log.tape import Piece, Tape, recorded
+from ..log.tape import Piece, Tape, not_in_a_program
 from ..wire.codec import KIN, OPERAND
 from ..wire.messages import (
     ADOPT,
@@ -72,7 +71,7 @@ class _Recorder:
             stream = next((stream for stream, first, end in piece.bounds if first <= at < end), 0)
             part = self._part(log, stream)
             before = len(self.found.body)
-            _add(self.found, log, words, line, self._names, self._first)
+            self._add(log, words, line)
             part.steps += range(before, len(self.found.body))
             part.weight += len(words)
             touched = tape.touched.get(piece.start + at + len(words))
@@ -104,7 +103,7 @@ class _Recorder:
         for log in between.logs:
             for one in (log, *log.siblings()):
                 self._open.pop(one, None)
-        reads = tuple(_name(found, ref, True, noted.line, self._names, self._first) for ref in between.reads)
+        reads = tuple(self._name(ref, True, noted.line) for ref in between.reads)
         makes = []
         for ref, memory in zip(between.makes, between.storages):
             number = found.made.setdefault(ref, len(found.makers))
@@ -123,6 +122,74 @@ class _Recorder:
         found.acts.append(Crossed(len(found.body), between, None if same else noted.streams, noted.operands))
         found.body.append(Cut(between.kind, key, reads, tuple(makes)))
         found.lines.append(noted.line)
+
+    def _add(self, log: Log, words: Sequence[object], line: Line | None) -> None:
+        found = self.found
+        at, word = 0, words[0]
+        while word in _SKIPPED:
+            at += _SKIPPED[word]
+            word = words[at]
+        if word in (LEARN, UPLOAD):
+            # The call itself is refused where it does so each time.
+            found.unfit = "it did what is done once"
+            if word == UPLOAD:
+                found.made[words[at + 1]] = len(found.makers)  # type: ignore[index]
+                found.makers.append(len(found.body))
+                found.body.append(Instruction(log.index, UPLOAD, (), (found.made[words[at + 1]],), None))  # type: ignore[index]
+                found.lines.append(line)
+                return
+            at += 2
+            word = words[at]
+        assert isinstance(word, int)
+        if word < FIRST_TEMPLATE:
+            raise not_in_a_program(
+                _REFUSED.get(word, f"hold the instruction {word}"), "do that outside", line
+            )
+        name, args, kwargs, results, *_ = log.templates.fields(word)
+        _require_fit(str(name), line)
+        if str(name).startswith(_PLACED):
+            found.placed[word] = str(name)
+        kinds = [*_operands(args), *(kind for value in kwargs.values() for kind in _operands(value))]  # type: ignore[attr-defined]
+        count = len(kinds)
+        operands = [
+            self._name(value, kind, line) for kind, value in zip(kinds, words[at + 1 : at + 1 + count])
+        ]
+        rest, kin = words[at + 1 + count :], None
+        makes: list[int] = []
+        if results == KIN:
+            refs = rest[0]
+            if isinstance(refs, list):
+                kin = tuple(self._name(ref, True, line) for ref in refs)
+        else:
+            for ref in rest:
+                assert isinstance(ref, int)
+                makes.append(found.made.setdefault(ref, len(found.makers)))
+                found.makers.append(len(found.body))
+        found.body.append(Instruction(log.index, word, tuple(operands), tuple(makes), kin))
+        found.lines.append(line)
+
+    def _name(self, value: object, is_ref: bool, line: Line | None) -> Name:
+        found = self.found
+        if not is_ref:
+            assert isinstance(value, (int, float))
+            found.floats.append(float(value))
+            return FLOAT, len(found.floats) - 1
+        assert isinstance(value, int)
+        if value in found.made:
+            return MADE, found.made[value]
+        name = self._names.get(value)
+        if name is None:
+            if not self._first:
+                raise not_in_a_program(
+                    "use a tensor that cannot be found from its function: nobody would notice if another "
+                    "took its place",
+                    "pass it as an argument, or keep it in an object, a list or a dictionary that the "
+                    "function names",
+                    line,
+                )
+            found.unfit = "it did what is done once"
+            return HELD, f"ref {value}"
+        return name
 
 
 def record(
@@ -159,13 +226,6 @@ def record(
     return found
 
 
-def _refused(what: str, line: Line | None, remedy: str) -> NotSupportedError:
-    return NotSupportedError(
-        f"a program cannot {what}\n  issued at {line_text(line)}\n"
-        f"  in the program {recorded.name!r}\n  {remedy}"
-    )
-
-
 def _instructions(
     piece: Piece, lines: Iterator[Line], freed: set[int]
 ) -> Iterator[tuple[int, Sequence[object], Line | None]]:
@@ -200,64 +260,13 @@ def _instructions(
             at = end
 
 
-def _add(
-    found: Recording,
-    log: Log,
-    words: Sequence[object],
-    line: Line | None,
-    names: dict[int, Name],
-    first: bool,
-) -> None:
-    at, word = 0, words[0]
-    while word in _SKIPPED:
-        at += _SKIPPED[word]
-        word = words[at]
-    if word in (LEARN, UPLOAD):
-        # The call itself is refused where it does so each time.
-        found.unfit = "it did what is done once"
-        if word == UPLOAD:
-            found.made[words[at + 1]] = len(found.makers)  # type: ignore[index]
-            found.makers.append(len(found.body))
-            found.body.append(Instruction(log.index, UPLOAD, (), (found.made[words[at + 1]],), None))  # type: ignore[index]
-            found.lines.append(line)
-            return
-        at += 2
-        word = words[at]
-    assert isinstance(word, int)
-    if word < FIRST_TEMPLATE:
-        raise _refused(_REFUSED.get(word, f"hold the instruction {word}"), line, "do that outside")
-    name, args, kwargs, results, *_ = log.templates.fields(word)
-    _require_fit(str(name), line)
-    if str(name).startswith(_PLACED):
-        found.placed[word] = str(name)
-    kinds = [*_operands(args), *(kind for value in kwargs.values() for kind in _operands(value))]  # type: ignore[attr-defined]
-    count = len(kinds)
-    operands = [
-        _name(found, value, kind, line, names, first)
-        for kind, value in zip(kinds, words[at + 1 : at + 1 + count])
-    ]
-    rest, kin = words[at + 1 + count :], None
-    makes: list[int] = []
-    if results == KIN:
-        refs = rest[0]
-        if isinstance(refs, list):
-            kin = tuple(_name(found, ref, True, line, names, first) for ref in refs)
-    else:
-        for ref in rest:
-            assert isinstance(ref, int)
-            makes.append(found.made.setdefault(ref, len(found.makers)))
-            found.makers.append(len(found.body))
-    found.body.append(Instruction(log.index, word, tuple(operands), tuple(makes), kin))
-    found.lines.append(line)
-
-
 def _require_fit(name: str, line: Line | None) -> None:
     if name.startswith("group::"):
-        raise _refused("close a group, or use one that nobody has noted", line, "do that outside")
+        raise not_in_a_program("close a group, or use one that nobody has noted", "do that outside", line)
     if name.startswith("python::"):
-        raise _refused("call a function of yours on a worker yet", line, "call it outside")
+        raise not_in_a_program("call a function of yours on a worker yet", "call it outside", line)
     if name.startswith("distruntime::") and name not in _FUNCTIONS:
-        raise _refused(f"hold {name}", line, "call it outside: seeds and settings belong there")
+        raise not_in_a_program(f"hold {name}", "call it outside: seeds and settings belong there", line)
 
 
 def _operands(pattern: object) -> Iterator[bool]:
@@ -269,28 +278,3 @@ def _operands(pattern: object) -> Iterator[bool]:
     elif isinstance(pattern, list):
         for item in pattern:
             yield from _operands(item)
-
-
-def _name(
-    found: Recording, value: object, is_ref: bool, line: Line | None, names: dict[int, Name], first: bool
-) -> Name:
-    if not is_ref:
-        assert isinstance(value, (int, float))
-        found.floats.append(float(value))
-        return FLOAT, len(found.floats) - 1
-    assert isinstance(value, int)
-    if value in found.made:
-        return MADE, found.made[value]
-    name = names.get(value)
-    if name is None:
-        if not first:
-            raise _refused(
-                "use a tensor that cannot be found from its function: nobody would notice if another "
-                "took its place",
-                line,
-                "pass it as an argument, or keep it in an object, a list or a dictionary that the function "
-                "names",
-            )
-        found.unfit = "it did what is done once"
-        return HELD, f"ref {value}"
-    return name

@@ -34,6 +34,11 @@ class Instruction:
     makes: tuple[int, ...]
     kin: tuple[Name, ...] | None
 
+    @property
+    def reads(self) -> tuple[Name, ...]:
+        """Its operands, and their kin."""
+        return *self.words, *(self.kin or ())
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -104,16 +109,22 @@ class Recording:
 
     def read(self) -> list[Name]:
         """Return the names of all that its instructions read."""
-        found: list[Name] = []
-        for one in self.body:
-            found += one.reads if isinstance(one, Cut) else (*one.words, *(one.kin or ()))
-        return found
+        return [name for one in self.body for name in one.reads]
 
     def cut(self, crossed: Crossed) -> Cut:
         """Return what stands between two parts."""
         found = self.body[crossed.step]
         assert isinstance(found, Cut)
         return found
+
+    def crossed(self) -> dict[Name, Spec]:
+        """Return what it has handed to what stands between its parts."""
+        return {
+            name: spec
+            for act in self.acts
+            if isinstance(act, Crossed)
+            for name, (spec, _) in zip(self.cut(act).reads, act.operands)
+        }
 
     def renamed(self, names: Mapping[Name, Name]) -> Recording:
         """Return this recording with other names for some of its values."""

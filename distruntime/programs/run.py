@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from ..guards.reach import Reach, local_of
 from ..guards.seen import PLAIN, Key, Seen, same
 from ..log.handle import Handle
 from ..log.spec import Spec
-from ..log.tape import not_in_a_program
+from ..log.tape import not_in_a_program, refused
 from ..operators.proxies import wrap
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD, MADE
@@ -139,6 +139,12 @@ def layout_of(leaf: object) -> Layout:
     return leaf.device_mesh, tuple(leaf.placements), tuple(leaf.shape), tuple(leaf.stride())
 
 
+def local_leaf(leaf: object) -> object:
+    """Return the tensor of the members of a DTensor, and anything else as it is."""
+    local = local_of(leaf)
+    return local if isinstance(local, DistributedTensor) else leaf
+
+
 def laid_out(leaf: object, layout: Layout) -> object:
     """Return the tensor of a mesh's members as the DTensor that it is to be."""
     if layout is None or not isinstance(leaf, DistributedTensor):
@@ -157,19 +163,13 @@ def stripped(result: object, known: Collection[int], name: str) -> Stripped:
     graphs: list[bool] = []
     layouts: list[Layout] = []
     for leaf in flat:
-        graph, layout = False, layout_of(leaf)
+        graph, layout, local = False, layout_of(leaf), local_leaf(leaf)
         layouts.append(layout)
-        local = local_of(leaf)
-        if layout is not None and isinstance(local, DistributedTensor):
-            graph = leaf.requires_grad and local._handle.ref not in known
-            leaf = local if local._handle.ref in known else _Bare(local._handle)
-            leaves.append(leaf)
-            graphs.append(graph)
-            continue
-        if type(leaf) is DistributedTensor:
-            if leaf._handle.ref not in known:
-                graph = leaf.requires_grad
-                leaf = _Bare(leaf._handle)
+        if type(leaf) is DistributedTensor or layout is not None:
+            assert isinstance(local, DistributedTensor)
+            new = local._handle.ref not in known
+            graph = new and leaf.requires_grad
+            leaf = _Bare(local._handle) if new else local
         elif not isinstance(leaf, PLAIN):
             what = (
                 "a local tensor" if isinstance(leaf, torch.Tensor) else f"an object of {type(leaf).__name__}"
@@ -316,7 +316,6 @@ def state_behind(
     before: dict[int, str],
     arguments: dict[int, int],
     returned: set[int],
-    refuse: Callable[[str, str, str], NotSupportedError],
     first: bool,
 ) -> dict[str, Name]:
     """Return what a run has left at the paths behind it.
@@ -330,22 +329,21 @@ def state_behind(
         reached.add(ref)
         if ref in recording.made:
             if tensor.grad_fn is not None:
-                raise refuse(
-                    f"leave a tensor with its graph at {path}", recording.where(ref), "keep x.detach() there"
-                )
+                what, place = f"leave a tensor with its graph at {path}", f"made at {recording.where(ref)}"
+                raise refused(what, place, "keep x.detach() there")
             state[path] = MADE, recording.made[ref]
         elif ref in before:
             if before[ref] != path and path not in state:
                 state[path] = HELD, before[ref]
         elif not first:
             what = "an argument itself" if ref in arguments else "what another thread has made"
-            raise refuse(f"leave {what} at {path}", "", "keep a copy there, x.clone()")
+            raise refused(f"leave {what} at {path}", "", "keep a copy there, x.clone()")
     left = () if first else recording.made.keys() - reached - recording.freed - returned
     # A cycle of something older may hold it.
     for ref in still_held(left):
-        raise refuse(
+        raise refused(
             "leave a tensor where it cannot be found from the function: a replay could not renew it",
-            recording.where(ref),
+            f"made at {recording.where(ref)}",
             "return it, or keep it in an object, a list or a dictionary that the function names",
         )
     return state

@@ -8,11 +8,10 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from ..errors import UsageError
-from ..guards.reach import local_of
 from ..guards.seen import PLAIN
 from ..log.line import line_text, user_line
 from ..tensors.tensor import DistributedTensor
-from .run import layout_of
+from .run import layout_of, local_leaf
 
 
 def signature_of(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[object], object]:
@@ -32,7 +31,6 @@ def signature_of(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[l
             leaves = [*leaves[:k], leaf, *leaves[k + 1 :]]
         if type(leaf) is DistributedTensor:
             handle = leaf._handle
-            # Where it begins in its memory is no part of the kind: the batches of one tensor are alike.
             # Where it begins in its memory is no part of the kind: the batches of one tensor are alike.
             spec = handle.spec if not handle.spec.offset else handle.spec.at(0)
             key += (spec, handle.place, leaf.requires_grad)
@@ -64,12 +62,6 @@ def _first_name(leaves: Sequence[object], ref: int) -> int:
     return next(
         k for k, leaf in enumerate(leaves) if type(leaf) is DistributedTensor and leaf._handle.ref == ref
     )
-
-
-def local_leaf(leaf: object) -> object:
-    """Return the tensor of the members of a DTensor, and anything else as it is."""
-    local = local_of(leaf)
-    return local if isinstance(local, DistributedTensor) else leaf
 
 
 class _Is:

@@ -11,15 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgpack
 import torch
-from torch.utils._pytree import tree_map
 
 from ..errors import InternalError
 from ..log.handle import Handle, Residence, Storage, new_value, next_ref
 from ..log.issue import issue, join, join_written
 from ..log.line import Line, user_line
 from ..log.log import Log, relieve
-from ..log.mesh_log import MeshLog
-from ..log.shards import member_of
 from ..log.spec import NO_TENSOR, Spec
 from ..operators.ask_worker import ask_specs
 from ..operators.proxies import wrap
@@ -28,7 +25,6 @@ from ..session.requests import Request
 from ..session.session import session_of_log
 from ..session.stalls import before_wait, note_wait
 from ..tensors.tensor import DistributedTensor
-from ..tensors.uneven import UnevenTensor
 from ..wire.codec import OPERAND, pack_constant, unpack_constant
 from .callee import (
     Callee,
@@ -44,7 +40,7 @@ from .callee import (
     written_by,
 )
 from .pickling import Given, Operand, pack
-from .results import joined, recorded, tensor_proxies
+from .results import of_members, recorded, tensor_proxies
 from .structure import (
     NOTHING,
     OBJECT,
@@ -169,9 +165,12 @@ def _slowly(
     place = place_of(callee.name, operands, home)
     relieve(place.node)
     if place.node.members:
-        return _each(callee, options, args, kwargs, place, keep)
-    call = Call(callee, options, pickled, operands, place, line)
-    return call.result(args, kwargs, keep, key)
+
+        def call(own: Sequence[object], named: Mapping[str, object], member: Residence) -> object:
+            return invoke(callee, options, own, named, member, keep)
+
+        return of_members(callee.name, place, args, kwargs, call)
+    return Call(callee, options, pickled, operands, place, line, keep).result(args, kwargs, key)
 
 
 # The request for what a result is, the result on the worker, and its tape.
@@ -189,8 +188,9 @@ class Call:
         operands: Sequence[Given],
         home: Residence,
         line: Line,
+        keep: Keep,
     ) -> None:
-        self.callee, self.options, self.home, self.line = callee, options, home, line
+        self.callee, self.options, self.home, self.line, self.keep = callee, options, home, line, keep
         self.node: Log = home.node
         self.pickled = pickled
         # A pickle begins with this byte, and msgpack with others.
@@ -211,29 +211,25 @@ class Call:
         )
 
     def result(
-        self,
-        args: Sequence[object],
-        kwargs: Mapping[str, object],
-        keep: Keep,
-        key: tuple[object, ...] | None,
+        self, args: Sequence[object], kwargs: Mapping[str, object], key: tuple[object, ...] | None
     ) -> object:
         """Issue the call and return its result. `key` is where a call with operands only is remembered."""
         returns = self.options.returns
         if returns == ASK:
-            return self.answered(self.ask(), [], keep)
+            return self.answered(self.ask(), [])
         if returns is not None:
             thing = None if self.callee.code is None else self.callee.code.thing
             expected = declared(returns, thing, args, kwargs)
-            return self._known(expected, keep, None if callable(returns) else key)
+            return self._known(expected, None if callable(returns) else key)
         kinds = kinds_of(args, kwargs)
         if self.callee.returns_object(kinds):
-            return self._known(OBJECT, keep, key)
+            return self._known(OBJECT, key)
         modes = None if self.flags is None else tuple(self.flags), self.lower
         under = signatures(self.callee, args, kwargs, self.pickled, self.handles, modes)
         known = recall(self.home.signatures, under)
         if known is None:
-            return self.answered(self.ask(), under, keep, kinds)
-        return self._known(known, keep, key)
+            return self.answered(self.ask(), under, kinds)
+        return self._known(known, key)
 
     # -- the instruction -------------------------------------------------------------------------------------
 
@@ -277,25 +273,14 @@ class Call:
             told = new_value(NO_TENSOR, self.home)
             made = [whole, told, tape]
             words += [handle.ref for handle in made]
-            request = ask_specs(
-                words,
-                made,
-                used,
-                written_by(self.callee.name, self.options.writes, self.handles, self.home),
-                self.home,
-                self.line,
-                self.options.random,
-            )
+            written = written_by(self.callee.name, self.options.writes, self.handles, self.home)
+            request = ask_specs(words, made, used, written, self.home, self.line, self.options.random)
             if owner is not None:
                 self._keep(())
         return request, whole, tape
 
     def answered(
-        self,
-        question: _Question,
-        under: list[Signature],
-        keep: Keep,
-        kinds: tuple[object, ...] | None = None,
+        self, question: _Question, under: list[Signature], kinds: tuple[object, ...] | None = None
     ) -> object:
         """Block until the worker has told what the result is, and return the result.
 
@@ -310,7 +295,7 @@ class Call:
             # An attribute that is None now may be a tensor later.
             if kinds is not None and not (structure == NOTHING and self.callee.named.startswith("getattr ")):
                 self.callee.note_object(kinds)
-            return keep(whole, self.callee)
+            return self.keep(whole, self.callee)
         if repeats(structure) and under:
             remember(self.home.signatures, under, structure)
         if structure == "end":
@@ -331,7 +316,7 @@ class Call:
             if lent:
                 join(self.home, [*lent, whole.storage])
             self._keep(fresh)
-        return self._built(structure, fresh, tape, keep, here)
+        return self._built(structure, fresh, tape, here)
 
     def _described(self, request: Request[object]) -> object:
         started, session = time.perf_counter(), session_of_log(self.node)
@@ -345,7 +330,7 @@ class Call:
             raise InternalError(f"a worker described {self.callee.name} by {described!r:.80}")
         return unpack_constant(described[1])
 
-    def _known(self, structure: object, keep: Keep, key: tuple[object, ...] | None) -> object:
+    def _known(self, structure: object, key: tuple[object, ...] | None) -> object:
         """Issue the call, whose result's structure is known. Return at once."""
         self._bump()
         fields = [*leaves(structure)]
@@ -363,19 +348,12 @@ class Call:
             words += [handle.ref for handle in made]
             if single:
                 self.node.await_fetch()
-            issue(
-                words,
-                made,
-                used,
-                written_by(self.callee.name, self.options.writes, self.handles, self.home),
-                self.home,
-                self.line,
-                self.options.random,
-            )
+            written = written_by(self.callee.name, self.options.writes, self.handles, self.home)
+            issue(words, made, used, written, self.home, self.line, self.options.random)
             self._keep(fresh)
             if key is not None and not wanted and self.options.writes is None:
                 self._note(key, structure, fresh, words)
-        return self._built(structure, fresh, recorded, keep)
+        return self._built(structure, fresh, recorded)
 
     def _note(
         self, key: tuple[object, ...], structure: object, fresh: list[Handle], words: list[object]
@@ -407,44 +385,11 @@ class Call:
         structure: object,
         fresh: list[Handle],
         tape: Handle | None,
-        keep: Keep,
         here: Sequence[bool] | None = None,
     ) -> object:
         """`here` says which tensors of the tape's are in the structure; None stands for all."""
         found = tensor_proxies(structure, fresh, self.operands)
         if tape is not None and any(map(wants_grad, leaves(structure))):
             found = recorded(self.callee.name, structure, found, self.operands, tape, here)
-        objects = [keep(h, self.callee) if proxy is None else proxy for h, proxy in zip(fresh, found)]
+        objects = [self.keep(h, self.callee) if proxy is None else proxy for h, proxy in zip(fresh, found)]
         return built(structure, iter(objects))
-
-
-# -- on the members of a mesh --------------------------------------------------------------------------------
-
-
-def _each(
-    callee: Callee,
-    options: Options,
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-    home: Residence,
-    keep: Keep,
-) -> object:
-    """Call on each member of a mesh; join tensors to the mesh's, and list objects by member."""
-    log = home.node
-    assert isinstance(log, MeshLog)
-    found = []
-    for k, place in enumerate(log.members):
-        there = log.session.places.residence(place, numbered=False)
-
-        def member(leaf: object, k: int = k) -> object:
-            if isinstance(leaf, UnevenTensor):
-                return leaf.member(k) if leaf.requires_grad and torch.is_grad_enabled() else leaf._shards[k]
-            if not isinstance(leaf, DistributedTensor) or leaf._handle.place is not home:
-                return leaf
-            if leaf.requires_grad and torch.is_grad_enabled():
-                return leaf.member(k)
-            return wrap(DistributedTensor, member_of(leaf._handle, k))
-
-        own, named = tree_map(member, (tuple(args), dict(kwargs)))
-        found.append(invoke(callee, options, own, named, there, keep))
-    return joined(callee.name, log, home, found)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgpack
 import torch
+from torch.utils._pytree import tree_map
 
 from ..errors import NotSupportedError
 from ..log.handle import Handle, Residence, Storage, new_value
@@ -13,11 +14,12 @@ from ..log.issue import issue, stream_at
 from ..log.line import user_line
 from ..log.log import relieve
 from ..log.mesh_log import MeshLog
+from ..log.shards import member_of
 from ..log.spec import Spec
 from ..operators.proxies import wrap
 from ..tensors.tensor import DistributedTensor
-from ..tensors.trees import joined as joined_tree
-from ..tensors.uneven import together
+from ..tensors.trees import joined
+from ..tensors.uneven import UnevenTensor, together
 from ..wire.codec import OPERAND
 from .structure import leaves, memory_of, wants_grad
 
@@ -189,7 +191,34 @@ class _Joined(torch.autograd.Function):
         return (None, *[grad.member(k) if wants else None for k, wants in enumerate(wanted)])
 
 
-def joined(name: str, log: MeshLog, home: Residence, found: list[object]) -> object:
+def of_members(
+    name: str,
+    home: Residence,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    call: Callable[[Sequence[object], Mapping[str, object], Residence], object],
+) -> object:
+    """Call on each member of a mesh; join tensors to the mesh's, and list objects by member."""
+    log = home.node
+    assert isinstance(log, MeshLog)
+    found = []
+    for k, place in enumerate(log.members):
+
+        def member(leaf: object, k: int = k) -> object:
+            if isinstance(leaf, UnevenTensor):
+                return leaf.member(k) if leaf.requires_grad and torch.is_grad_enabled() else leaf._shards[k]
+            if not isinstance(leaf, DistributedTensor) or leaf._handle.place is not home:
+                return leaf
+            if leaf.requires_grad and torch.is_grad_enabled():
+                return leaf.member(k)
+            return wrap(DistributedTensor, member_of(leaf._handle, k))
+
+        own, named = tree_map(member, (tuple(args), dict(kwargs)))
+        found.append(call(own, named, log.session.places.residence(place, numbered=False)))
+    return _joined(name, home, found)
+
+
+def _joined(name: str, home: Residence, found: list[object]) -> object:
     """Return the members' results as one: tensors as the mesh's, objects as a list by member."""
     first = found[0]
     if all(one is None for one in found):
@@ -204,8 +233,8 @@ def joined(name: str, log: MeshLog, home: Residence, found: list[object]) -> obj
         whole = together(shards, home)
         return _Joined.apply(whole, *shards) if any(t.requires_grad for t in shards) else whole  # type: ignore[no-untyped-call]
     if isinstance(first, (tuple, list)) and type(first) in (tuple, list):
-        return type(first)(joined(name, log, home, list(items)) for items in zip(*found))
+        return type(first)(_joined(name, home, list(items)) for items in zip(*found))
     if isinstance(first, dict):
-        return {key: joined(name, log, home, [one[key] for one in found]) for key in first}  # type: ignore[index]
-    tree = joined_tree(found, lambda items: joined(name, log, home, items))
+        return {key: _joined(name, home, [one[key] for one in found]) for key in first}  # type: ignore[index]
+    tree = joined(found, lambda items: _joined(name, home, items))
     return found if tree is None else tree

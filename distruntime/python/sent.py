@@ -46,18 +46,12 @@ def ask_ahead(
     """
     relieve(home.node)
     pickled, operands = pack(args, {})
-    call = Call(
-        callee_of(function, name),
-        Options(OWN if own else ASK, random=random),
-        pickled,
-        operands,
-        home,
-        user_line(),
-    )
+    options = Options(OWN if own else ASK, random=random)
+    call = Call(callee_of(function, name), options, pickled, operands, home, user_line(), RemoteObject)
     question = call.ask()
     # Whoever was interrupted while it waited asks again, so the answer must be kept until then.
     question[0].when_done(_kept)
-    return lambda: call.answered(question, [], RemoteObject)
+    return lambda: call.answered(question, [])
 
 
 def _kept(request: Request[object]) -> None:

@@ -1,0 +1,200 @@
+"""A call while it is recorded: what stands there before it, the call itself, and what is behind it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from ..guards.arithmetic import Arithmetic
+from ..guards.reach import Reach
+from ..guards.reads import Reads
+from ..guards.seen import PLAIN
+from ..guards.tracing import traced
+from ..log.current import current_streams
+from ..log.issue import noting
+from ..log.log import Log
+from ..log.tape import Tape, not_in_a_program, recorded
+from ..session.session import active_session
+from ..tensors.tensor import DistributedTensor
+from ..wire.messages import ARGUMENT, HELD
+from .begins import begins_of
+from .carried import kinds_found, renewed_kinds
+from .garbage import young_cycles_end
+from .handlers import Handlers
+from .recorder import record
+from .recording import Name
+from .run import (
+    Run,
+    Stripped,
+    dressed,
+    handle_of,
+    local_leaf,
+    replaced,
+    require_unchanged,
+    returned_from,
+    state_behind,
+    stripped,
+    unsteady,
+)
+from .watch import LocalDraws, watched
+
+
+class Attempt:
+    """A call that is to become a recorded one. It holds tensors, so nothing holds it behind the recording."""
+
+    def __init__(
+        self,
+        name: str,
+        fn: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        leaves: list[object],
+    ) -> None:
+        """Look at what stands there before the call."""
+        self.name, self.leaves = name, leaves
+        self._fn, self._args, self._kwargs = fn, args, kwargs
+        self._session = active_session()
+        tensors = [(k, leaf) for k, leaf in enumerate(leaves) if isinstance(leaf, DistributedTensor)]
+        self._roots: list[tuple[str, object]] = [(name, fn)]
+        self._roots += [
+            (f"argument {k}", leaf)
+            for k, leaf in enumerate(leaves)
+            if not isinstance(leaf, (DistributedTensor, *PLAIN))
+        ]
+        # A mesh keeps what each member's rank is. The layouts of DTensors read it.
+        self._roots += [
+            (f"the ranks {key} of mesh {mesh.number}", tensor)
+            for mesh in self._session.meshes
+            for key, tensor in mesh.residence().numbers.items()
+        ]
+        before = self.before = Reach(self._roots)
+        self._counted = {key: (tensor, tensor.item()) for key, tensor in before.steps.items()}
+        self.terms = Arithmetic(
+            {k: leaf for k, leaf in enumerate(leaves) if type(leaf) is float}, self._counted
+        )
+        self.reads = Reads(self.terms)
+        self._paths = before.by_ref()
+        self._arguments = {leaf._handle.ref: k for k, leaf in reversed(tensors)}
+        # These arguments are also found from the function.
+        self.pinned = [k for ref, k in self._arguments.items() if ref in self._paths]
+        self._names: dict[int, Name] = {ref: (HELD, path) for ref, path in self._paths.items()}
+        self._names.update({ref: (ARGUMENT, k) for ref, k in self._arguments.items()})
+        self._draws = LocalDraws(before.generators)
+        # The memory at each path.
+        self.memories = [(path, tensor._handle.storage) for path, tensor in before.paths.items()]
+        self._entered = kinds_found(before)
+        self._current = current_streams.get()
+        known = (*(tensor for _, tensor in before.tensors.values()), *(leaf for _, leaf in tensors))
+        self._versions = [(tensor, _version(tensor)) for tensor in known]
+        self._gradients = [
+            (k, leaf, leaf.grad)
+            for k, leaf in enumerate(tree_flatten((args, kwargs))[0])
+            if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad
+        ]
+        # The memories of which it asks where a tensor begins in them.
+        self._asked: list[object] = []
+
+    def call(self, first: bool, lenient: bool, handlers: Handlers) -> Stripped:
+        """Call the function, and note what it does. Return what it returns."""
+        self._tapes: list[tuple[Log, Tape]] = []
+        recorded.asked = self._asked
+        try:
+            for log in self._session.logs:
+                self._tapes.append((log, log.begin_tape()))
+            with watched(self.name, first, lenient), noting() as self._notes, young_cycles_end() as young:
+                result = traced(self.reads, self._called, handlers)
+                found = self._found = stripped(result, self._names, self.name)
+                del result
+                reasons = self.reads.settle(young.ids())
+        finally:
+            for log, tape in self._tapes:
+                log.end_tape(tape)
+        drawn = self._draws.used()
+        reasons = [*([drawn] if drawn else ()), *reasons, *young.reasons]
+        # It says why each call must be recorded, if that is so.
+        self.unfit = f"each call is recorded, since {reasons[0]}" if reasons else ""
+        return found
+
+    def _called(self, handlers: Handlers) -> object:
+        self.reads.base = id(sys._getframe())
+        try:
+            handlers.run()
+            return self._fn(*self._args, **self._kwargs)
+        finally:
+            handlers.wait()
+
+    def look_behind(self, first: bool) -> None:
+        """Look at what the call has done and left. Raise `NotSupportedError` for what no replay can do."""
+        found, paths, arguments = self._found, self._paths, self._arguments
+        recorded.name, recorded.first = self.name, first
+        try:
+            self._require_plain()
+            recording = record(self._tapes, self._notes, self._names, first, self._current)
+            recording.unfit = self.unfit or recording.unfit
+            changed = self.reads.notes.renew()
+            steps = {key: tensor for key, (tensor, was) in self._counted.items() if tensor.item() == was + 1}
+            after = self.after = Reach(self._roots)
+            if not first:
+                require_unchanged(self.before, after, steps)
+            # These are the handles of the tensors that were returned.
+            self.handles = [handle_of(leaf) for leaf in found.leaves]
+            refs = {handle.ref for handle in self.handles if handle is not None}
+            state = state_behind(recording, after, paths, arguments, refs, first)
+        finally:
+            recorded.name, recorded.first = "", False
+        self.run = Run(
+            recording,
+            state,
+            {path: tensor._handle.spec for path, tensor in after.paths.items()},
+            returned_from(found, recording, arguments, paths),
+            found.tree,
+            self.terms.values,
+            steps,
+            changed,
+            begins_of(self.leaves),
+            recording.crossed(),
+        )
+        # What was returned, as the caller gets it.
+        self.given = dressed(found, {after.paths[path]._handle.ref for path in state}, self.name)
+        # At these paths another tensor of this kind may stand.
+        self.kinds = renewed_kinds(self.run, self._entered, after)
+        # It has put these objects in place of others, with tensors that it has left in them.
+        self.replaced = replaced(self.before, after, state)
+        written = {id(tensor): tensor for tensor, version in self._versions if _version(tensor) != version}
+        # It has changed these in place: what is found, what stood at these paths, and arguments.
+        self.changed = [tensor for key, tensor in written.items() if key in after.tensors]
+        self.changed_paths = [path for path, tensor in self.before.paths.items() if id(tensor) in written]
+        self.changed_arguments = [k for k, leaf in enumerate(self.leaves) if id(leaf) in written]
+
+    def _require_plain(self) -> None:
+        if recorded.mixed:
+            raise not_in_a_program("hold what a signal handler has issued", "issue it outside")
+        if len(self._session.logs) != len(self._tapes):
+            raise not_in_a_program("make a mesh", "make it before")
+        now = [local_leaf(leaf) for leaf in tree_flatten((self._args, self._kwargs))[0]]
+        if len(now) != len(self.leaves) or any(a is not b for a, b in zip(now, self.leaves)):
+            raise not_in_a_program("change the lists and dictionaries of its arguments", "return new ones")
+        for k, leaf, gradient in self._gradients:
+            if leaf.grad is not gradient:
+                raise not_in_a_program(
+                    f"leave a gradient in argument {k}, as a replay's argument is another tensor",
+                    "return torch.autograd.grad(loss, x), or let the function name the parameter itself",
+                )
+
+    def asks_for_begins(self) -> bool:
+        """Whether the call has asked where an argument begins in its memory."""
+        return any(
+            isinstance(leaf, DistributedTensor) and leaf._handle.storage in self._asked
+            for leaf in self.leaves
+        )
+
+    def unsteady(self, last: Run) -> str:
+        """Say what the call has not left of the kind that it found, or return nothing."""
+        return unsteady(self.before, self.after, self.kinds, self.run, last)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

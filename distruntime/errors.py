@@ -123,6 +123,21 @@ def is_of_caller(error: BaseException) -> bool:
     return isinstance(error, _OF_CALLER) or hasattr(error, "_of_caller")
 
 
+def is_of_handler(error: BaseException) -> bool:
+    """Whether a signal's handler has raised it, wherever it has come: it is the user's then, and no answer.
+
+    Python calls a handler with the frame that it has interrupted, which nobody else is called with.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        given = [leaf for one in frame.f_locals.values() for leaf in (one if type(one) is tuple else (one,))]
+        if frame.f_back is not None and any(one is frame.f_back for one in given):
+            return True
+        trace = trace.tb_next
+    return False
+
+
 def drop_frames(error: BaseException) -> None:
     """Take this package's frames from what the caller has done wrong; a bare `raise` then adds none.
 

@@ -63,6 +63,8 @@ class Calls:
             self._contents.deep(partial.keywords, frame)
             function, arguments = partial.func, (*partial.args, *arguments)
         if isinstance(function, types.MethodType):
+            if is_c(function.__func__):
+                arguments = (function.__self__, *arguments)
             function = function.__func__
         self._notes.function(function)
         if isinstance(function, types.FunctionType):

@@ -32,6 +32,7 @@ import cloudpickle
 import numpy
 import torch
 
+from ..errors import is_of_handler
 from ..log.line import of_a_library
 from .reach import chains_read, globals_read
 from .seen import HEAP, MISSING, PLAIN
@@ -239,7 +240,9 @@ class Captured:
             try:
                 todo += self._look(label, one)
             # A class of the user's may raise anything when it is asked what it holds: that is told.
-            except Exception:
+            except Exception as error:
+                if is_of_handler(error):
+                    raise
                 self.unseen[label] = f"a {type(one).__name__}, which does not say what it holds"
         if todo:
             self.unseen["its size"] = f"more than {_MOST:,} things, too many to be compared at each call"
@@ -251,7 +254,9 @@ class Captured:
             try:
                 same = test()
             # What cannot be read any more is not as it was: another thread may change it just now.
-            except Exception:
+            except Exception as error:
+                if is_of_handler(error):
+                    raise
                 return label
             if not same:
                 return label
@@ -358,7 +363,9 @@ class Captured:
         try:
             size = len(dumps(thing, 5))
         # Any class may raise anything while it is pickled. Then there is no pickle to compare.
-        except Exception:
+        except Exception as error:
+            if is_of_handler(error):
+                raise
             size = MOST_BYTES + 1
         if size <= MOST_BYTES:
             return test_of(lambda: (dumps(thing, 5),))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..errors import is_of_handler
 from .anchors import Anchor
 
 PLAIN = (
@@ -113,7 +114,10 @@ def ask(function: Callable[..., object], arguments: Sequence[object]) -> object:
     """Return what a function gives. One that raises now does not give what it gave."""
     try:
         return function(*arguments)
-    except Exception:
+    except Exception as error:
+        # What a signal's handler raises meanwhile says nothing of the function.
+        if is_of_handler(error):
+            raise
         return MISSING
 
 

@@ -141,15 +141,20 @@ def issue(
     if written:
         require_writable(written, line)
     with node.lock:
-        if node.order is None:
-            _append(words, fresh, written, node, line)
-        else:
+        try:
+            if node.order is None:
+                _append(words, fresh, written, node, line)
+                return
             # The order is looked up under the lock, as another thread may just have opened the node's first
             # stream.
+            node.settle()
             changed = written
             if random and (random is True or _DRAWS in random.tags):
                 changed = (*written, node.order.generator)
             node.order.issue(stream_at(place), words, fresh, operands, changed, line)
+        except BaseException:
+            node.in_doubt = True
+            raise
 
 
 def issue_default(
@@ -160,12 +165,17 @@ def issue_default(
     It runs after all that was issued before, and before all that is issued later. See `issue`.
     """
     with node.lock:
-        if node.order is None:
-            _append(words, fresh, (), node, line)
-        else:
-            node.order.fence()
-            node.order.issue(0, words, fresh, operands, (node.order.generator,), line)
-            node.order.spread()
+        try:
+            if node.order is None:
+                _append(words, fresh, (), node, line)
+            else:
+                node.settle()
+                node.order.fence()
+                node.order.issue(0, words, fresh, operands, (node.order.generator,), line)
+                node.order.spread()
+        except BaseException:
+            node.in_doubt = True
+            raise
 
 
 def issue_bytes(
@@ -230,6 +240,24 @@ def issue_joint(
     `serial` keeps the order of the program, whatever streams it is on and whatever rules are off.
     """
     node = homes[0].node
+    try:
+        node.settle()
+        _issue_joint(words, fresh, operands, written, homes, serial, line)
+    except BaseException:
+        node.in_doubt = True
+        raise
+
+
+def _issue_joint(
+    words: Sequence[object],
+    fresh: Sequence[Handle],
+    operands: Sequence[Handle],
+    written: Sequence[Memory],
+    homes: Sequence[Residence],
+    serial: Storage | None,
+    line: Line,
+) -> None:
+    node = homes[0].node
     order = node.order
     if not fresh and not written:
         # Otherwise every later read on this stream would wait for the other members. If it fails, their
@@ -261,7 +289,7 @@ def issue_joint(
 
 
 def join(home: Residence, memories: Sequence[Memory]) -> None:
-    """Let memories count as one from now on. Call under the log's lock, behind the call that may keep them.
+    """Let memories count as one from now on. Call under the log's lock, before the call that may keep them.
 
     What may only be read stays apart: nobody writes it.
     """
@@ -281,20 +309,23 @@ def join(home: Residence, memories: Sequence[Memory]) -> None:
         put_into(other, first)
 
 
-def join_written(home: Residence, owner: Storage, operands: Sequence[Handle], end: int) -> None:
-    """Note a known call, which ends at `end` and has written all operands: as `join`, and quick."""
+def join_all(home: Residence, owner: Storage, operands: Sequence[Handle]) -> Memory:
+    """Let the memories of a known call's operands count as one with `owner`'s: as `join`, and quick.
+
+    Return the one.
+    """
     if home.node.order is not None:
         # A thread was on the hot path while another one opened the first stream.
         join(home, [owner, *(handle.storage for handle in operands)])
     first = root_of(owner)
-    first.written = end
     for handle in operands:
         storage = handle.storage
         if storage is first:
             continue
         if type(storage) is Storage:
+            first.written = max(first.written, storage.written)
             put_into(storage, first)
         elif root_of(storage) is not first:
-            storage.written = end
             join(home, [first, storage])
             first = root_of(first)
+    return first

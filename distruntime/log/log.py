@@ -223,6 +223,10 @@ class Log(ABC):
         self.packages: dict[str, str] = {}
         # This is the Order among its streams, once there are several. `words` is a StretchedLog then.
         self.order: Order | None = None
+        # It is True if an exception has struck amid an instruction: see `settle`.
+        self.in_doubt = False
+        # These are the words of the last instruction that has got in, if whoever has issued it may ask.
+        self.latest: Sequence[object] = ()
         # What its functions and objects hold and have handed out. See `python`.
         self.lent = Lent()
         # It is True if an acknowledgement only says that everything has been issued to a GPU.
@@ -323,11 +327,28 @@ class Log(ABC):
             while freed:
                 self.words.append(-freed.pop())
             self.words += words
+            # No call stands between the two, so no signal's handler comes between.
+            self.latest = words
             entry = (self.base + len(self.words), line[1], line[2])
             self.line_table.append(entry)
             if len(self.words) + self.weight > self.enough:
                 self.flush(gathered=True)
             return entry
+
+    def settle(self) -> None:
+        """Let what comes next come after all that is in the log, if an exception has struck in the midst.
+
+        Ctrl-C, and whatever else a signal's handler raises, may come when an instruction is in the log, and
+        what it writes is not noted yet. Whoever issues one says by `in_doubt` that this has happened. Call
+        under `lock`.
+        """
+        if self.in_doubt:
+            if self.order is None:
+                self.checked = self.base + len(self.words)
+            else:
+                self.order.settle()
+            # It stands last, as an exception may strike in here, too.
+            self.in_doubt = False
 
     def begin_tape(self) -> Tape:
         """Return a new tape, which notes what is issued from now on."""
@@ -443,20 +464,20 @@ class Log(ABC):
                 # A finalizer may run in there and issue something.
                 while stretched is not None and len(rest) + taken != len(words):
                     rest = stretched.rest(taken)
-                # No call follows from here on, so Ctrl-C cannot come between: the words leave and become the
-                # unsent segment.
+                # No call returns from here on until all is noted, so Ctrl-C cannot come between: the words
+                # leave and become the unsent segment.
                 outlet.seq = seq
                 self.base = end
                 self.words, self.line_table = rest, self.line_table[lines:]
                 templates.untold, self.attached = [], after
                 outlet.unsent = frames
-                self.flights.append(flight)
                 self._nbytes += flight.nbytes
                 self._heavy += self.weight
                 self.weight = 0
                 if self.overtaken and order is None:
                     # What is read from now on comes after these words, and so after the other log's.
                     self.checked, self.overtaken = end, False
+                self.flights.append(flight)
                 under_way = end - self.acknowledged + self._heavy
                 self.busy = under_way > WINDOW or self._nbytes > PAYLOAD_WINDOW
                 self.enough = NOTED if self.tapes else _enough(len(self.flights))

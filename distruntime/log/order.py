@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from ..wire.messages import RELEASE, WAIT
+from ..wire.messages import FORGET, RELEASE, WAIT
 from .line import Line
 from .stretches import Stretchable, StretchedLog, put
 from .tape import Named, Tape
@@ -205,6 +205,15 @@ class Order:
 
     def _stray(self) -> None:
         self._strays = self.last[0] = self.node.base + len(self.node.words)
+
+    def settle(self) -> None:
+        """Let every stream come after all that is in the log, where nobody knows what that uses."""
+        for stream in list(self.last):
+            # The last instruction may not be noted. A word behind it does nothing, and tells where it is.
+            self.last[stream] = put(self.node, stream, [FORGET, 0])
+        self.fence()
+        self.spread()
+        self.checked.update(self.last)
 
     def find(self, storage: Memory, stream: int) -> None:
         """Let a stream that is to give memory another name come after the last write there."""

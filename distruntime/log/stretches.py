@@ -77,6 +77,7 @@ class Stretchable(Protocol):
 
     words: list[object]
     base: int
+    latest: Sequence[object]
 
 
 def put(node: Stretchable, stream: int, words: Sequence[object]) -> int:
@@ -92,5 +93,6 @@ def put(node: Stretchable, stream: int, words: Sequence[object]) -> int:
         fresh[0][1] = log.size
         log.stretches += fresh
     log.size += count
+    node.latest = words
     log.extend(words)
     return end

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ..errors import NotSupportedError
+from ..errors import NotSupportedError, is_of_handler
 from ..log.spec import Spec, spec_of
 from ..wire.unsaid import unsaid_writes
 from .rehearsal import refusal, rehearse
@@ -112,6 +112,9 @@ LIARS_OF_DTYPES = {
 LENGTHS: dict[str, Callable[[Sequence[Any]], int]] = {
     "aten::_histogramdd_bin_edges": lambda args: int(args[0].size(-1))
 }
+
+# A meta kernel that cannot tell says one of these.
+_SAYS_NOTHING = ("data-dependent", "meta tensors", "Meta tensor", "meta tensor")
 
 # The schemas of these views do not own up to them.
 _HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh"}
@@ -213,16 +216,14 @@ def _propagate(
     predicting.now = True
     try:
         out = func(*margs, **mkwargs)
-    except NotImplementedError:
-        raise NeedsWorker from None
-    except RuntimeError as error:
-        if any(
-            word in str(error) for word in ("data-dependent", "meta tensors", "Meta tensor", "meta tensor")
-        ):
-            raise NeedsWorker from None
-        raise refusal(func, args, kwargs, before, error, cpu_kernels) or NeedsWorker() from None
     except Exception as error:
         # A meta kernel says by any exception what is wrong with its arguments.
+        if is_of_handler(error):
+            raise
+        if isinstance(error, NotImplementedError) or (
+            isinstance(error, RuntimeError) and any(word in str(error) for word in _SAYS_NOTHING)
+        ):
+            raise NeedsWorker from None
         raise refusal(func, args, kwargs, before, error, cpu_kernels) or NeedsWorker() from None
     finally:
         predicting.now = False

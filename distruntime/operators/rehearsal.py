@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ..errors import of_caller
+from ..errors import is_of_handler, of_caller
 from ..log.spec import Spec
 
 # Operands up to so many elements are filled with zeros, since kernels of indices read them. Larger ones are
@@ -119,6 +119,8 @@ def refusal(
     try:
         _call(func, args, kwargs, [_stand_in(spec) for spec in specs])
     except Exception as error:
+        if is_of_handler(error):
+            raise
         # A kernel says by any exception what is wrong with its arguments. These words say nothing of them:
         # there is no kernel, there is no memory for the rehearsal, or a GPU may have a kernel.
         silent = "Could not run" in str(error) or "allocate memory" in str(error)
@@ -168,6 +170,8 @@ def _raise_of_dtypes(
     try:
         _call(func, args, kwargs, twins)
     except Exception as error:
+        if is_of_handler(error):
+            raise
         # A kernel says by any exception what is wrong with its arguments. It may also dislike the values of
         # the stand-ins, which are not the user's.
         if _SPEAKS_OF_TYPES.search(str(error)):

@@ -161,23 +161,31 @@ def emit(
         # If the check fails, it changes these: so whoever reads them comes after it.
         kin, written = kin_of(handles)
         words.append(kin)
-    issue(
-        words,
-        fresh,
-        handles,
-        written,
-        place,
-        line,
-        entry[4],
-    )
+    try:
+        issue(words, fresh, handles, written, place, line, entry[4])
+        if outcome.rebased is not None or outcome.reshaped:
+            _change(operands, outcome)
+    except BaseException:
+        # What a signal's handler raises may strike when the instruction is in the log.
+        if place.node.latest is words:
+            _change(operands, outcome)
+            # Autograd does this behind an operator that returns.
+            for k in outcome.written:
+                if not operands[k].is_inference():
+                    torch.autograd.graph.increment_version(operands[k])
+        raise
+    if outcome.single:
+        return built[0]
+    return tuple(built) if built else None
+
+
+def _change(operands: Sequence[Any], outcome: Outcome) -> None:
+    """Give operands the metadata and the memory that a call gives them."""
     if outcome.rebased is not None:
         target, source = outcome.rebased
         operands[target]._handle.storage = operands[source]._handle.storage
     for k, spec in outcome.reshaped:
         reshape_wrapper(operands[k], spec)
-    if outcome.single:
-        return built[0]
-    return tuple(built) if built else None
 
 
 # This is a module's function, not a closure: a closure that calls itself is a reference cycle, which would

@@ -145,12 +145,16 @@ def ready(handle: Handle) -> list[int]:
     if node.meshes:
         with node.lock:
             node.follow_meshes(user_line())
+            node.settle()
             if node.order is not None:
                 found: list[int] = node.order.ready(handle, meshed=True)
                 return found
-    if node.order is None:
+    if node.order is None and not node.in_doubt:
         return [0, max(handle.ready_at, node.checked)]
     with node.lock:
+        node.settle()
+        if node.order is None:
+            return [0, max(handle.ready_at, node.checked)]
         after: list[int] = node.order.ready(handle)
         return after
 
@@ -161,11 +165,12 @@ def _on_host(handle: Handle) -> Handle:
     """
     copy, node = new_value(handle.spec, handle.place), handle.place.worker
     with node.lock:
+        node.settle()
         # A mesh's log has other positions.
         if node.meshes:
             made: list[int] = []
         else:
-            made = [0, handle.ready_at] if node.order is None else node.order.made(handle)
+            made = [0, max(handle.ready_at, node.checked)] if node.order is None else node.order.made(handle)
         issue([HOST, handle.ref, copy.ref, made], [copy], [handle], (), handle.place, user_line())
     return copy
 

@@ -170,32 +170,42 @@ class Piece:
         refs = [handle.ref for handle in operands], [handle.ref for handle in fresh]
         words: list[object] = [0, *refs[0], *[numbers[k] for k in self._numbers], *refs[1]]
         with log.lock:
-            words[0] = log.template(self._key, self._fields)
-            log.weigh(self._weight)
-            order = log.order
-            if order is None:
-                born = log.append(words, line)
-                for handle in fresh:
-                    handle.born = born
-                # What it has written is read behind it, whatever that is.
-                log.checked = born[0]
-                return
-            stream = stream_at(self._home) if self._stream < 0 else self._stream
-            reads: list[Handle] = [*operands, *self.held]
-            written: list[Memory] = [order.generator]
-            if self.memories is None:
-                written += [handle.storage for handle in reads]
-            else:
-                written = [
-                    order.generator if where is None else values.storage(where)
-                    for where, writes in self.memories
-                    if writes
-                ]
-            written += [handle.storage for handle in self._kept]
-            born = order.issue(stream, words, fresh, reads, written, line)
-            order.checked[stream] = born[0]
-            for handle in self._kept:
-                order.remake(handle, stream, born)
+            try:
+                words[0] = log.template(self._key, self._fields)
+                log.weigh(self._weight)
+                self._put(words, fresh, operands, values, line)
+            except BaseException:
+                log.in_doubt = True
+                raise
+
+    def _put(
+        self, words: list[object], fresh: list[Handle], operands: list[Handle], values: Values, line: Line
+    ) -> None:
+        log, order = self.log, self.log.order
+        if order is None:
+            born = log.append(words, line)
+            for handle in fresh:
+                handle.born = born
+            # What it has written is read behind it, whatever that is.
+            log.checked = born[0]
+            return
+        log.settle()
+        stream = stream_at(self._home) if self._stream < 0 else self._stream
+        reads: list[Handle] = [*operands, *self.held]
+        written: list[Memory] = [order.generator]
+        if self.memories is None:
+            written += [handle.storage for handle in reads]
+        else:
+            written = [
+                order.generator if where is None else values.storage(where)
+                for where, writes in self.memories
+                if writes
+            ]
+        written += [handle.storage for handle in self._kept]
+        born = order.issue(stream, words, fresh, reads, written, line)
+        order.checked[stream] = born[0]
+        for handle in self._kept:
+            order.remake(handle, stream, born)
 
     def compiled(self) -> str:
         """Return what became of its compiling, on one of its workers. Block until that one is there."""

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import InternalError
 from ..log.handle import Handle, Residence, Storage, new_value, next_ref
-from ..log.issue import issue, join, join_written
+from ..log.issue import issue, join, join_all
 from ..log.line import Line, user_line
 from ..log.log import Log, relieve
 from ..log.spec import NO_TENSOR, Spec
@@ -130,20 +130,30 @@ def _again(callee: Callee, entry: Entry, used: list[Handle], place: Residence, k
         freed = node.freed
         while freed:
             node.words.append(-freed.pop())
-        node.words += words
-        end = node.base + len(node.words)
-        handle.born = born = (end, line[1], line[2])
-        if keeper is None:
-            for h in used:
-                h.storage.written = end
-        else:
-            join_written(place, storage if keeper < 0 else used[keeper].storage, used, end)
-        node.lent.written = end
-        node.line_table.append(born)
-        if spec is None and node.enough == 0:
-            node.await_fetch()
-        if len(node.words) > node.enough:
-            node.flush(gathered=True)
+        try:
+            # What may lie in one memory counts as one from before the call on.
+            joint = (
+                join_all(place, storage if keeper < 0 else used[keeper].storage, used)
+                if keeper is not None
+                else None
+            )
+            node.words += words
+            end = node.base + len(node.words)
+            handle.born = born = (end, line[1], line[2])
+            if joint is not None:
+                joint.written = end
+            else:
+                for h in used:
+                    h.storage.written = end
+            node.lent.written = end
+            node.line_table.append(born)
+            if spec is None and node.enough == 0:
+                node.await_fetch()
+            if len(node.words) > node.enough:
+                node.flush(gathered=True)
+        except BaseException:
+            node.in_doubt = True
+            raise
     return keep(handle, callee) if spec is None else wrap(DistributedTensor, handle)
 
 
@@ -257,7 +267,7 @@ class Call:
         return words, [*self.handles, *sent]
 
     def _keep(self, made: Sequence[Handle]) -> None:
-        """Note what may lie in the memory of an object, behind the instruction."""
+        """Note what may lie in the memory of an object, before the instruction: it may be interrupted."""
         memories = kept_by(self.handles, made)
         if len(memories) > 1:
             join(self.home, memories)
@@ -274,9 +284,9 @@ class Call:
             made = [whole, told, tape]
             words += [handle.ref for handle in made]
             written = written_by(self.callee.name, self.options.writes, self.handles, self.home)
-            request = ask_specs(words, made, used, written, self.home, self.line, self.options.random)
             if owner is not None:
                 self._keep(())
+            request = ask_specs(words, made, used, written, self.home, self.line, self.options.random)
         return request, whole, tape
 
     def answered(
@@ -349,8 +359,8 @@ class Call:
             if single:
                 self.node.await_fetch()
             written = written_by(self.callee.name, self.options.writes, self.handles, self.home)
-            issue(words, made, used, written, self.home, self.line, self.options.random)
             self._keep(fresh)
+            issue(words, made, used, written, self.home, self.line, self.options.random)
             if key is not None and not wanted and self.options.writes is None:
                 self._note(key, structure, fresh, words)
         return self._built(structure, fresh, recorded)

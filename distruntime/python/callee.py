@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import msgpack
 import torch
 
-from ..errors import ConfigurationError, PlacementError, UsageError
+from ..errors import ConfigurationError, PlacementError, UsageError, is_of_handler
 from ..guards.captured import Captured
 from ..log.handle import Handle, Residence, new_value
 from ..log.issue import issue, stream_at
@@ -177,8 +177,9 @@ class Latest:
                 else:
                     return known[1]
             # What cannot be read any more is not as it was: another thread may change it just now.
-            except Exception:
-                pass
+            except Exception as error:
+                if is_of_handler(error):
+                    raise
         return self._anew()
 
     def _anew(self) -> Callee:

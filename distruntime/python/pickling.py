@@ -22,7 +22,7 @@ import msgpack
 import numpy
 import torch
 
-from ..errors import NotSupportedError, UsageError
+from ..errors import NotSupportedError, UsageError, is_of_handler
 from ..guards.captured import PACKAGE, own_by_value, parts
 from ..log.handle import REMOTE_TYPES, Handle, Place
 from ..log.line import of_a_library
@@ -234,6 +234,8 @@ def unpickled(data: memoryview, buffers: Sequence[memoryview], session: Session)
         return pickle.loads(data, buffers=buffers)
     # Any class of the user's may raise anything while it is unpickled.
     except Exception as error:
+        if is_of_handler(error):
+            raise
         raise UsageError(
             f"an object of the worker cannot be made here: {type(error).__name__}: {error}. Use it "
             "there, through its attributes and methods, or install its package here"
@@ -252,6 +254,8 @@ def _dump(pickler: cloudpickle.Pickler, thing: object, what: str, of: object) ->
         raise
     # Any class of the user's may raise anything while it is pickled.
     except Exception as error:
+        if is_of_handler(error):
+            raise
         held = _captured(of)
         where = f": {held} cannot be pickled" if held else ""
         raise UsageError(
@@ -282,6 +286,8 @@ def _travels(value: object) -> bool:
         with own_by_value():
             cloudpickle.dumps(value, protocol=5)
     # Whatever it raises, it cannot be pickled.
-    except Exception:
+    except Exception as error:
+        if is_of_handler(error):
+            raise
         return False
     return True

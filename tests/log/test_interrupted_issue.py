@@ -1,0 +1,269 @@
+"""What Ctrl-C leaves that strikes amid an operation: it has happened or not, and every read says so alike.
+
+The worker's log stands still meanwhile, so a read that does not wait for what is in the log would find the
+old value. The place of the stroke is any at which Python lets a signal's handler run: see strikes.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import distruntime as dr
+from agree import REMOTE
+from distruntime.session.session import active_session
+from distruntime.streams.stream import current_stream
+from processes import blocked
+from strikes import Strike, Struck
+
+
+class Adder:
+    """Keeps a tensor, and adds to it."""
+
+    def __init__(self, kept: torch.Tensor | None = None) -> None:
+        self.kept = kept
+
+    def keep(self, kept: torch.Tensor) -> None:
+        self.kept = kept
+
+    def add(self) -> None:
+        if self.kept is not None:
+            self.kept.add_(1)
+
+
+def _add(w: torch.Tensor) -> None:
+    w.add_(1)
+
+
+ADDER = dr.remote(Adder)
+ADD = dr.remote(_add, returns=object)
+State = Any
+
+
+def _zeros(*names: str, count: int = 3) -> State:
+    return SimpleNamespace(**{name: torch.zeros(count).to(REMOTE) for name in names})
+
+
+def _kept() -> State:
+    state = _zeros("w")
+    state.adder = ADDER(state.w)
+    return state
+
+
+def _unkept() -> State:
+    state = _zeros("w")
+    state.adder = ADDER()
+    return state
+
+
+def _square() -> State:
+    return SimpleNamespace(w=torch.arange(4.0).view(2, 2).to(REMOTE))
+
+
+def _seeded() -> State:
+    torch.manual_seed(3)
+    return _zeros("w")
+
+
+def _sent(count: int) -> State:
+    return SimpleNamespace(w=torch.zeros(count).to(REMOTE), y=torch.ones(count))
+
+
+def _put(name: str, make: Callable[[State], object]) -> Callable[[State], object]:
+    return lambda state: setattr(state, name, make(state))
+
+
+def _let_go(state: State) -> None:
+    state.v = None
+    state.w.add_(1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A state, an operation on it that is struck, and one behind it that is not."""
+
+    make: Callable[[], State]
+    act: Callable[[State], object]
+    then: Callable[[State], object] = lambda state: None
+    names: Sequence[str] = ("w",)
+    # It asks its worker where it is not known, which stands still.
+    asks: bool = False
+
+    def look(self, state: State) -> list[torch.Tensor]:
+        return [getattr(state, name) for name in self.names]
+
+
+CASES = {
+    "add_": Case(lambda: _zeros("w"), lambda s: s.w.add_(1)),
+    "plus": Case(lambda: _zeros("w"), _put("w", lambda s: s.w + 1)),
+    "out": Case(lambda: _zeros("w", "o"), lambda s: torch.add(s.o, 1, out=s.o), names=("o",)),
+    "view": Case(lambda: _zeros("w"), lambda s: s.w.view(-1)[0:2].add_(1)),
+    "several": Case(
+        lambda: _zeros("a", "b", "c"),
+        lambda s: torch._foreach_add_([s.a, s.b, s.c], 1),
+        names=("a", "b", "c"),
+    ),
+    "copy_": Case(lambda: _zeros("w"), lambda s: s.w.copy_(s.w + 1)),
+    "upload": Case(lambda: _sent(3), lambda s: s.w.copy_(s.y)),
+    "large_upload": Case(lambda: _sent(9000), lambda s: s.w.copy_(s.y)),
+    "new_upload": Case(lambda: _sent(3), _put("w", lambda s: s.y.to(REMOTE))),
+    "metadata": Case(_square, lambda s: s.w.t_()),
+    "resize": Case(lambda: _zeros("w"), lambda s: s.w.resize_(2)),
+    "set_": Case(
+        lambda: SimpleNamespace(**vars(_square()), y=torch.ones(2, 2).to(REMOTE)), lambda s: s.w.set_(s.y)
+    ),
+    "factory": Case(lambda: _zeros("w"), _put("w", lambda s: torch.ones(3, device=REMOTE))),
+    "random": Case(_seeded, lambda s: s.w.uniform_()),
+    "free": Case(lambda: _zeros("w", "v"), _let_go),
+    "function": Case(lambda: _zeros("w"), lambda s: ADD(s.w), asks=True),
+    "method": Case(_kept, lambda s: s.adder.add(), asks=True),
+    "kept": Case(_unkept, lambda s: s.adder.keep(s.w), lambda s: s.adder.add(), asks=True),
+    "new_object": Case(_unkept, _put("adder", lambda s: ADDER(s.w)), lambda s: s.adder.add(), asks=True),
+}
+
+
+def _values(found: Sequence[torch.Tensor]) -> list[object]:
+    return [value.tolist() for value in found]
+
+
+@contextmanager
+def _waiting(stream: dr.Stream | None) -> Iterator[None]:
+    """Keep the worker from getting further, where there is a stream."""
+    with nullcontext() if stream is None else blocked(stream):
+        yield
+
+
+def _allowed(case: Case) -> list[list[object]]:
+    """Return the values after the case has run not at all, once and twice."""
+    state, found = case.make(), []
+    for _ in range(3):
+        found.append(_values(dr.fetch(case.look(state))))
+        case.act(state)
+        case.then(state)
+    return found
+
+
+def _attack(
+    case: Case,
+    *,
+    known: bool = True,
+    sends: bool = True,
+    streams: Sequence[dr.Stream] = (),
+    begin: int = 1,
+    step: int = 1,
+) -> int:
+    """Strike a case at every `step`-th place, and return how often.
+
+    `known` is whether its signatures are, and `sends` whether each instruction is sent at once. It runs on
+    the first of two streams, and is read on the other one.
+    """
+    state: Any = case.look(case.make())[0]
+    node, place = active_session().nodes[0], state._handle.place
+    allowed, after, count = _allowed(case), begin, 0
+    on, behind = (streams[0], streams[1]) if streams else (nullcontext(), nullcontext())
+    gate = None if case.asks and not known else streams[0] if streams else current_stream()
+    came = True
+    while came:
+        state, strike = case.make(), Strike(after)
+        dr.synchronize()
+        if not known:
+            place.clear_signatures()
+        with _waiting(gate):
+            node.flush()
+            if sends:
+                node.enough = 0
+            raised = False
+            try:
+                with on, strike:
+                    case.act(state)
+            except Struck:
+                raised = True
+            # Whatever stands around it lets it through.
+            assert raised == bool(strike.struck)
+            with behind:
+                case.then(state)
+                first = dr.fetch_async([value + 0 for value in case.look(state)])
+            second = dr.fetch_async(case.look(state))
+        found = _values(first.result(60))
+        assert found in allowed[:2], strike.struck
+        assert found == _values(second.result(60)) == _values(dr.fetch(case.look(state))), strike.struck
+        came, after, count = strike.came, after + step, count + 1
+        # What is kept is kept twice then.
+        if came and case.then is Case.then:
+            case.act(state)
+            assert _values(dr.fetch(case.look(state))) == allowed[allowed.index(found) + 1], strike.struck
+    return count
+
+
+@pytest.mark.parametrize("name", ["add_", "several", "metadata", "function", "kept"])
+def test_an_interrupted_operation_has_happened_or_not(session: object, name: str) -> None:
+    assert _attack(CASES[name], begin=3, step=7) > 20
+
+
+def test_an_interrupted_operation_among_streams_has_happened_or_not(session: object) -> None:
+    streams = dr.Stream(), dr.Stream()
+    assert _attack(CASES["add_"], streams=streams, begin=3, step=13) > 20
+
+
+@pytest.mark.slow(reason="strikes each operation at every place that Python allows")
+@pytest.mark.parametrize("how", ["gathered", "sent", "new", "on streams"])
+@pytest.mark.parametrize("name", CASES)
+def test_an_operation_is_interrupted_everywhere(session: object, name: str, how: str) -> None:
+    streams = (dr.Stream(), dr.Stream()) if how == "on streams" else ()
+    # What finds out what a new call gives changes nothing.
+    step = {"gathered": 1, "sent": 1, "new": 11, "on streams": 3}[how]
+    assert _attack(CASES[name], known=how != "new", sends=how != "gathered", streams=streams, step=step) > 20
+
+
+class Mine(NotImplementedError):
+    """A meta kernel says by such an error that it cannot tell."""
+
+
+@pytest.mark.parametrize("kind", [Mine, ValueError, RuntimeError, KeyboardInterrupt])
+def test_what_a_handler_raises_in_a_kernel_is_no_word_of_the_kernel(
+    session: object, kind: type[BaseException]
+) -> None:
+    x: Any = torch.ones(3).to(REMOTE)
+    after, came, places = 1, True, set()
+    while came:
+        x._handle.place.clear_signatures()
+        strike = Strike(after, kind=kind)
+        try:
+            with strike:
+                torch.nn.functional.softmax(x, 0)
+        except kind as error:
+            assert type(error) is kind and str(error) == strike.struck != ""
+        else:
+            assert not strike.struck
+        places.add(strike.struck)
+        came, after = strike.came, after + 17
+    assert any("/torch/" in place for place in places) and x.tolist() == [1.0] * 3
+
+
+def test_what_was_written_is_noted_for_autograd(session: object) -> None:
+    """Whoever has saved what an interrupted operation has written hears of it."""
+    after, came, refused = 1, True, 0
+    while came:
+        w = torch.ones(3).to(REMOTE)
+        x = torch.ones(3, device=REMOTE, requires_grad=True)
+        y, strike = (x * w).sum(), Strike(after)
+        try:
+            with strike:
+                w.add_(1)
+        except Struck:
+            pass
+        written = w.tolist() == [2.0] * 3
+        try:
+            y.backward()  # type: ignore[no-untyped-call]
+            assert not written, strike.struck
+        except RuntimeError as error:
+            refused += 1
+            assert "modified by an inplace operation" in str(error)
+        came, after = strike.came, after + 5
+    assert refused > 1

@@ -5,6 +5,7 @@ It is a `Call` and an offset in its code, resolved to text only when a failure n
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import linecache
 import os
@@ -141,7 +142,9 @@ def _called_from(frame: FrameType | None) -> Line:
 
 
 def of_a_library(file: str) -> bool:
-    """Whether code in a file is of Python's own library, of an installed package, or of this one."""
+    """Whether code in a file is of Python's own library, of an installed package, or of this one and its
+    worker's.
+    """
     return file.startswith((*_INSIDE, *_LIBRARIES, "<frozen "))
 
 
@@ -165,6 +168,8 @@ def own_line(line: Line) -> Line:
 
 # So many callers are shown: the outermost ones, and the innermost ones.
 _OUTERMOST, _INNERMOST = 3, 12
+# In a checkout the worker's package is nowhere near. It is found and not imported.
+_WORKER = importlib.util.find_spec("distruntime_worker")
 _LIBRARIES = tuple(
     folder + os.sep
     for folder in {
@@ -174,6 +179,7 @@ _LIBRARIES = tuple(
         sysconfig.get_path("platlib"),
         *site.getsitepackages(),
         site.getusersitepackages(),
+        *(_WORKER.submodule_search_locations or () if _WORKER else ()),
     }
 )
 

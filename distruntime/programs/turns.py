@@ -1,15 +1,15 @@
 """Threads that call one program: one call at a time is replayed or recorded.
 
 A function of the user's may wait for another thread, and that one for the program. So no lock is held while
-it runs, and who waits for a recording does so for a while only.
+it runs, and who waits for a recording does so for a while only. The while begins anew with each recording:
+one that ends was progress.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 
-# So many seconds a call waits for another thread's recording. Then it runs plainly.
+# So many seconds a call waits for one recording of another thread. Then it runs plainly.
 PATIENCE = 10.0
 
 
@@ -18,13 +18,12 @@ class Recorder:
 
     def __init__(self) -> None:
         self._thread, self._over = threading.get_ident(), threading.Event()
-        self._deadline = time.monotonic() + PATIENCE
 
     def waits_for(self, other: Recorder) -> bool:
         """Wait until another thread's recording is over; return False if it is of this thread, or takes too
         long.
         """
-        return other._thread != self._thread and other._over.wait(max(0.0, self._deadline - time.monotonic()))
+        return other._thread != self._thread and other._over.wait(PATIENCE)
 
     def end(self) -> None:
         """Let the others go on."""

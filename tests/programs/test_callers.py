@@ -49,7 +49,6 @@ def _at_once(*bodies: Callable[[], object]) -> None:
     assert not raised, raised
 
 
-@pytest.mark.slow(reason="behind tests of other folders more calls are recorded than it counts")
 @pytest.mark.parametrize("rows", [(2,), (2, 3), (1, 2, 3, 4)])
 def test_each_of_several_threads_calls_has_its_turn(session: object, hasty: None, rows: tuple[int]) -> None:
     box = SimpleNamespace(h=torch.zeros(3).to(REMOTE), w=torch.zeros(3).to(REMOTE))
@@ -159,6 +158,19 @@ def test_a_function_may_wait_for_a_thread_that_calls_its_program(
     assert program(x)[0].item() == 2 and others[0][0].item() == 2
     box.wait = False
     assert [program(x)[0].item() for _ in range(4)] == [3, 4, 5, 6]
+
+
+def test_a_call_waits_for_each_recording_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other recordings may have taken all its patience: each that ended was progress."""
+    monkeypatch.setattr(turns, "PATIENCE", 0.0)
+    mine, others = turns.Recorder(), []
+    _at_once(lambda: others.append(turns.Recorder()))
+    assert not mine.waits_for(others[0])
+    monkeypatch.setattr(turns, "PATIENCE", 60.0)
+    ends = threading.Timer(0.1, others[0].end)
+    ends.start()
+    assert mine.waits_for(others[0])
+    ends.join(60)
 
 
 def test_ctrl_c_ends_the_wait_for_another_thread(session: object) -> None:

@@ -16,13 +16,10 @@ _STEADY = ("counter_that_decides_nothing", "number_of_the_process")
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
 def test_a_program_sees_the_change(session: object, kind: Kind) -> None:
-    if kind.name == "switch_of_a_backend":
-        pytest.skip("it fails behind tests of other folders, for a reason not known yet")
     complaint = tried(kind).complaint(kind)
     assert not complaint, complaint
 
 
-@pytest.mark.slow(reason="a kind may not change behind tests of other folders in one process")
 def test_each_kind_changes_what_the_function_gives(session: object) -> None:
     steady = {name for name, kind in KINDS.items() if len({*plain(kind, lambda k: 1)}) == 1}
     assert steady == {*_STEADY}

@@ -184,7 +184,7 @@ def _slowly(
 
 
 # The request for what a result is, the result on the worker, and its tape.
-_Question = tuple[Request[object], Handle, Handle]
+Question = tuple[Request[object], Handle, Handle]
 
 
 class Call:
@@ -272,7 +272,7 @@ class Call:
         if len(memories) > 1:
             join(self.home, memories)
 
-    def ask(self) -> _Question:
+    def ask(self) -> Question:
         """Issue the call with a question what the result is. Return at once."""
         self._bump()
         with self.node.lock:
@@ -290,7 +290,7 @@ class Call:
         return request, whole, tape
 
     def answered(
-        self, question: _Question, under: list[Signature], kinds: tuple[object, ...] | None = None
+        self, question: Question, under: list[Signature], kinds: tuple[object, ...] | None = None
     ) -> object:
         """Block until the worker has told what the result is, and return the result.
 

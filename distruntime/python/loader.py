@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, final
 
@@ -24,7 +25,7 @@ from ..tensors.tensor import DistributedTensor
 from ..tensors.trees import joined
 from ..tensors.uneven import together
 from .callee import warn
-from .sent import ask_ahead, run_at
+from .sent import Ahead, ask_ahead, run_at
 from .sent_loader import Loader, begun, length_of, next_of
 from .weights import Mesh, is_mesh, where
 
@@ -34,7 +35,7 @@ _AHEAD = 4
 # A batch is what the user's dataset and `collate_fn` make.
 Batch = Any  # type: ignore[explicit-any]
 # What blocks for each member's batch, batch by batch.
-Asked = deque[list[Callable[[], object]]]
+Asked = deque[list[Ahead]]
 
 
 @final
@@ -95,6 +96,25 @@ class DataLoader:
         Warn where the code of the dataset has changed, or what that names: the worker has what it was then.
         Return at once, unless the epoch before was left half-way: then block for what was asked ahead there.
         """
+        return self._begin()
+
+    async def __aiter__(self) -> AsyncIterator[Batch]:
+        """Do as `iter`. Other tasks of the event loop run until a batch is there.
+
+        A task that is cancelled while it waits takes no batch.
+        """
+        epoch = self._begin()
+        while True:
+            for asked in epoch.ask():
+                # The future of a task that is cancelled must not cancel what the next one waits for.
+                await asyncio.shield(asyncio.wrap_future(asked.came))
+            try:
+                batch = next(epoch)
+            except StopIteration:
+                return
+            yield batch
+
+    def _begin(self) -> _Epoch:
         changed = self._captured.changed()
         if changed and changed not in self._told:
             self._told.add(changed)
@@ -171,9 +191,7 @@ class _Epoch:
 
     def _next(self) -> object:
         of = self._of
-        while not self._ended and len(self._asked) <= of._ahead:
-            self._ask()
-        if self._ended:
+        if not self.ask():
             raise StopIteration
         found = self._answers()
         if not all(found):
@@ -185,6 +203,12 @@ class _Epoch:
         if of._epoch == self._epoch:
             of._batch += 1
         return batches[0] if of._mesh is None else _joined(of._mesh, batches)
+
+    def ask(self) -> Sequence[Ahead]:
+        """Ask ahead for as many as the loader may. Return what was asked first, nothing at the end."""
+        while not self._ended and len(self._asked) <= self._of._ahead:
+            self._ask()
+        return [] if self._ended else self._asked[0]
 
     def _ask(self) -> None:
         """Ask each member for its next batch. Return at once."""

@@ -5,8 +5,9 @@ They are in the modules whose names begin with "sent_".
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
-from collections.abc import Callable
+from contextlib import suppress
 
 from ..errors import PlacementError
 from ..log.handle import Place, Residence
@@ -15,7 +16,7 @@ from ..log.log import relieve
 from ..session.requests import Request
 from ..session.session import active_session
 from ..session.spelling import is_node, named, on_node
-from .call import ASK, OWN, Call, invoke
+from .call import ASK, OWN, Call, Question, invoke
 from .callee import Callee, Code, Function, Options
 from .objects import RemoteObject
 from .pickling import pack
@@ -38,7 +39,7 @@ def run_at(
 
 def ask_ahead(
     home: Residence, function: Function, name: str, *args: object, random: bool = True, own: bool = False
-) -> Callable[[], object]:
+) -> Ahead:
     """Call a function on a worker. Return at once what blocks for its result, and returns that.
 
     `random` says whether the function may draw. With `own`, the result is in memory that calls do not write
@@ -48,14 +49,26 @@ def ask_ahead(
     pickled, operands = pack(args, {})
     options = Options(OWN if own else ASK, random=random)
     call = Call(callee_of(function, name), options, pickled, operands, home, user_line(), RemoteObject)
-    question = call.ask()
-    # Whoever was interrupted while it waited asks again, so the answer must be kept until then.
-    question[0].when_done(_kept)
-    return lambda: call.answered(question, [])
+    return Ahead(call, call.ask())
 
 
-def _kept(request: Request[object]) -> None:
-    """Keep an answer for whoever asks for it."""
+class Ahead:
+    """A call whose answer comes. Calling this blocks for it."""
+
+    def __init__(self, call: Call, question: Question) -> None:
+        self._call, self._question = call, question
+        # It has a value when the answer has come. Somebody who was interrupted while he waited asks again, so
+        # the answer is kept until then.
+        self.came: concurrent.futures.Future[None] = concurrent.futures.Future()
+        question[0].when_done(self._arrived)
+
+    def __call__(self) -> object:
+        return self._call.answered(self._question, [])
+
+    def _arrived(self, request: Request[object]) -> None:
+        # Nobody may wait any more.
+        with suppress(concurrent.futures.InvalidStateError):
+            self.came.set_result(None)
 
 
 def host(node: object) -> Residence:

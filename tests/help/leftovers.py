@@ -58,10 +58,12 @@ class Leftovers:
     def _processes(self) -> Iterator[str]:
         mine = f"TMPDIR={self.folder}".encode()
         for entry in Path("/proc").glob("[0-9]*"):
-            if int(entry.name) == os.getpid():
-                continue
             try:
-                if mine in (entry / "environ").read_bytes().split(b"\0"):
+                # Children of this process end with it, such as the one that starts its workers.
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                if os.getpid() not in (int(entry.name), parent) and mine in (
+                    entry / "environ"
+                ).read_bytes().split(b"\0"):
                     words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                     yield f"the process {entry.name}: {words[:200]}"
             except OSError:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,8 @@ import torch
 import distruntime as dr
 from agree import REMOTE
 from processes import stopped
+
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("session")]
 
@@ -147,7 +152,7 @@ async def test_a_loader_gives_its_batches_to_a_task(ticks: list[int]) -> None:
 
     loader = dr.data_loader(batches, node=0)
     found = [(await dr.fetch_async(batch)).tolist() async for batch in loader]
-    assert found == [[0, 0], [1, 1], [2, 2]]
+    assert found == [[[0, 0]], [[1, 1]], [[2, 2]]]
 
 
 async def test_a_place_belongs_to_its_task() -> None:
@@ -159,3 +164,32 @@ async def test_a_place_belongs_to_its_task() -> None:
             return x.get_node()
 
     assert await asyncio.gather(*(make(k % 2) for k in range(10))) == [0, 1] * 5
+
+
+async def test_the_page_prints_what_it_says() -> None:
+    text = (ROOT / "docs" / "async.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    (printed,) = re.findall(r"It prints `(.*)`", text)
+    script = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await asyncio.wait_for(script.communicate(), LONG)
+    assert out.decode().splitlines()[-1:] == [printed], err.decode()
+
+
+async def test_a_cell_of_ipython_may_await() -> None:
+    """IPython runs such a cell in an event loop."""
+    code = (
+        "import torch, distruntime as dr\n"
+        "dr.init_master_worker(world_size=1, quiet=True)\n"
+        "x = await dr.fetch_async(torch.ones(2, device='remote') + 1)\n"
+        "print(x.tolist())\n"
+        "dr.shutdown()\n"
+    )
+    script = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "IPython", "--colors=NoColor", "--no-banner", "-c", code),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    out, _ = await asyncio.wait_for(script.communicate(), LONG)
+    assert "[2.0, 2.0]" in out.decode(), out.decode()

@@ -22,7 +22,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE
-from processes import Child, slots, stopped, until
+from processes import Child, slots, until
 
 THREADS = 4
 
@@ -206,60 +206,6 @@ def test_callbacks_of_futures_may_issue_and_read(session: object) -> None:
     dr.fetch_async(x.sum()).add_done_callback(next_step)
     until(arrived.is_set)
     assert seen == [9.0]
-
-
-# asyncio
-
-
-async def _task(number: int) -> None:
-    x = torch.full((4,), float(number), device=REMOTE)
-    for k in range(60):
-        x = x + 1
-        if k % 3 == 0:
-            assert (await dr.fetch_async(x)).tolist() == [number + k + 1] * 4
-
-
-def test_tasks_await_fetches(session: object) -> None:
-    async def main() -> None:
-        await asyncio.gather(*(_task(number) for number in range(20)))
-
-    asyncio.run(main())
-
-
-def test_the_event_loop_runs_while_a_fetch_is_awaited(session: object) -> None:
-    async def main() -> None:
-        x = torch.ones(3, device=REMOTE)
-        with stopped(dr.nodes()[0].pid):
-            pending = asyncio.ensure_future(_awaited(x + 1))
-            for _ in range(10):
-                await asyncio.sleep(0.001)
-            assert not pending.done()
-        assert (await pending).tolist() == [2, 2, 2]
-
-    asyncio.run(main())
-
-
-async def _awaited(tensor: torch.Tensor) -> Any:
-    return await dr.fetch_async(tensor)
-
-
-def test_a_cancelled_await_disturbs_nobody(session: object) -> None:
-    async def main() -> None:
-        busy = torch.ones(700, 700, device=REMOTE)
-        with stopped(dr.nodes()[0].pid):
-            for _ in range(3):
-                with pytest.raises(asyncio.TimeoutError):
-                    await asyncio.wait_for(dr.fetch_async(busy), 0.01)
-            task = asyncio.ensure_future(_awaited(busy))
-            await asyncio.sleep(0)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        assert (await dr.fetch_async(torch.ones(3, device=REMOTE))).tolist() == [1, 1, 1]
-
-    asyncio.run(main())
-    assert torch.ones(3, device=REMOTE).sum().item() == 3
-    dr.synchronize()
 
 
 def test_contexts_belong_to_their_task_and_thread(session: object) -> None:

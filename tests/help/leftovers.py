@@ -15,6 +15,9 @@ from pathlib import Path
 
 # So many seconds processes have to end that are just ending.
 _PATIENCE = 30.0
+# torch's compiler keeps its cache. A child of torch's DataLoader that is ended amid an epoch leaves the folder of
+# its sockets, here as anywhere.
+_OTHERS = ("torchinductor_", "pymp-")
 _SHARED = Path("/dev/shm")
 
 
@@ -51,7 +54,7 @@ class Leftovers:
         for path in self.folder.iterdir():
             if path.name == "state":
                 yield from (f"the note {note}" for note in path.glob("sessions/*"))
-            elif path != self.tests and not path.name.startswith("torchinductor_"):
+            elif path != self.tests and not path.name.startswith(_OTHERS):
                 yield f"the {'folder' if path.is_dir() else 'file'} {path}"
         yield from (f"the shared memory {name}" for name in set(_segments()) - self._shared)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 # So many seconds processes have to end that are just ending.
 _PATIENCE = 30.0
-# torch's compiler keeps its cache. A child of torch's DataLoader that is ended amid an epoch leaves the folder
-# of its sockets, here as anywhere.
+# torch's compiler keeps its cache. A child of torch's DataLoader that is ended amid an epoch leaves the
+# folder of its sockets, here as anywhere.
 _OTHERS = ("torchinductor_", "pymp-")
 _SHARED = Path("/dev/shm")
 

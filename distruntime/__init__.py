@@ -1,6 +1,6 @@
 """Remote PyTorch tensors: one process drives many workers that own the real ones. See README.md.
 
-Importing changes nothing; `init_master_worker` opens a session.
+Importing changes nothing but what is printed behind some errors; `init_master_worker` opens a session.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import importlib
 import typing
 
 from . import first_use as _first_use
+from . import hints as _hints
 from .version import __version__ as __version__
 
 # A public name is imported when it is first used. The import of torch takes two seconds, and so
@@ -152,6 +153,7 @@ _MODULES = {
     "primitives": "collectives.primitives",
 }
 _first_use.publish(__name__, _MODULES)
+_hints.install()
 
 
 def __getattr__(name: str) -> object:

@@ -10,6 +10,7 @@
 #   make accelerator  the GPU's path on an accelerator that is simulated: it needs a C++ compiler, and says so without one
 #   make ecosystem  a script for each of 41 libraries, here and on a worker, in a venv of their own: some five minutes
 #   make torch-tests  PyTorch's own tests on remote tensors and in dr.spmd, a sample of them: some 20 minutes
+#   make lanes    all of these that check, one after the other, with a line for each: many hours
 #   make long     what takes hours: every dtype of op_db, its wrong inputs, every architecture of transformers, an hour of fuzzing, 200 faults, half an hour
 #                 of soak, 24,000 random programs, 200 random programs of dr.program
 # PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" takes torch's CPU build (0.2 GB instead of 3 GB with CUDA).
@@ -81,6 +82,17 @@ long: .venv/.tests
 	PYTHONPATH=.:worker:tests/help OMP_NUM_THREADS=1 $(BIN)/python tests/long/recorded.py --programs 200 --calls 25
 	$(BIN)/python tests/accelerator/run.py --programs 5000 -k random_programs
 
+# It goes on behind a lane that fails, and fails at the end. ARGS="docs accelerator" runs some of them.
+LANES = $(or $(ARGS),check docs test-all accelerator ecosystem torch-tests long)
+
+lanes:
+	@mkdir -p build/lanes; failed=0; \
+	for lane in $(LANES); do \
+		began=$$(date +%s); \
+		if $(MAKE) --no-print-directory $$lane ARGS= > build/lanes/$$lane.txt 2>&1; then told=green; else told=RED; failed=1; fi; \
+		echo "$$lane: $$told on $$(git rev-parse --short HEAD) in $$(($$(date +%s) - began)) s, see build/lanes/$$lane.txt"; \
+	done; exit $$failed
+
 accelerator: .venv/.tests
 	$(KEPT) $(BIN)/python tests/accelerator/run.py $(ARGS)
 
@@ -111,4 +123,4 @@ torch-tests: .venv/.torch-tests
 	@$(BIN)/pip install $(PIP_FLAGS) -qq --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
 
-.PHONY: demo test test-all check rooms docs bench gpu accelerator ecosystem torch-tests long
+.PHONY: demo test test-all check rooms docs bench gpu accelerator ecosystem torch-tests long lanes

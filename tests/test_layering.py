@@ -61,6 +61,8 @@ OUTSIDE = {
     # Module.to swaps parameters in place and refuses objects that have weak references, so never to a proxy
     "weakref": {
         "distruntime.backend.generators",
+        # It refers to groups, which are closed once nobody holds them.
+        "distruntime.collectives.group",
         "distruntime.log.order",
         "distruntime.log.handle",
         "distruntime.guards.anchors",

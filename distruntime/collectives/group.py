@@ -9,8 +9,9 @@ bytes, never pass through here.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
+from weakref import WeakValueDictionary
 
 import msgpack
 
@@ -42,13 +43,21 @@ from ..wire.messages import BreakGroup, OpenGroup, Plain
 from .data_channels import OF_DEVICES, RELAY, Choice, DataChannels, kind_of, pickled, require_done
 from .mail import Mail
 
+# So many sets of places keep the groups that operations without `group=` made for them. A worker has up to
+# three idle threads for each set that it is in, and opening one again takes some milliseconds. Hundreds of
+# GPUs in tensor and data parallel groups have fewer sets.
+_MOST_SETS = 128
+
 
 class ProcessGroup:
     """Places, in the order of their ranks, that take part in collectives together: what `new_group` returns.
 
-    `places` has each member's, `backend` the name of its data channel. Closed by `close()` or with the
-    session.
+    `places` has each member's, `backend` the name of its data channel. Closed by `close()`, with the session,
+    or once nobody holds it, after what has been issued to it.
     """
+
+    # It takes a group that nobody holds any more.
+    _let_go: Callable[[ProcessGroup], None] | None = None
 
     def __init__(
         self,
@@ -77,6 +86,14 @@ class ProcessGroup:
         for rank, home in enumerate(homes):
             self.own.setdefault(home.worker, []).append(rank)
         self.serial: dict[Node, Storage] = {node: Storage(NO_TENSOR) for node in self.own}
+        # The greatest has been used last: see `Groups.of`.
+        self.used = 0
+
+    def __del__(self) -> None:
+        # The group lives on until it is closed. This only appends, as the collector may run it inside any
+        # lock.
+        if self._let_go is not None and not self.closed:
+            self._let_go(self)
 
     def size(self) -> int:
         """Return the number of members."""
@@ -129,11 +146,15 @@ class Groups:
         self.channels = DataChannels(session, choice)
         self._numbers = count(1).__next__
         self._opening = threading.RLock()
-        self._groups: dict[int, ProcessGroup] = {}
+        self._groups: WeakValueDictionary[int, ProcessGroup] = WeakValueDictionary()
+        # Nobody holds these any more. The next `open` closes them.
+        self._dropped: list[ProcessGroup] = []
         # Members of these groups may still be at work, until these positions in the nodes' logs.
         self._closing: dict[ProcessGroup, dict[Node, int]] = {}
         self._by_places: dict[tuple[Place, ...], ProcessGroup] = {}
-        # Copies have gone between these pairs of places.
+        self._uses = count(1).__next__
+        # Copies have gone between these pairs of places. Copies keep no order with what closes a group, and
+        # there are few pairs of nodes: these groups stay.
         self._links: dict[tuple[Place, ...], ProcessGroup] = {}
         self._launches: dict[Log, Storage] = {}
         self.meeting = session.meeting = Meeting(session)
@@ -146,11 +167,16 @@ class Groups:
 
     def nodes_in(self, number: int) -> list[int]:
         """Return the nodes that have members of an open group; nothing where there is no such group."""
-        group = self._groups.get(number)
+        group = self._found(number)
         return [] if group is None else sorted(node.index for node in group.own)
 
+    def _found(self, number: int) -> ProcessGroup | None:
+        # The collector clears the weak references to what it drops.
+        return self._groups.get(number) or next((g for g in [*self._dropped] if g.number == number), None)
+
     def _lost(self, node: Node) -> None:
-        for group in [*self._groups.values(), *self._closing]:
+        held = [group for ref in self._groups.valuerefs() if (group := ref()) is not None]
+        for group in [*held, *self._dropped, *self._closing]:
             if node in group.own:
                 self.end(group, f"{node} {node.failed}")
 
@@ -182,8 +208,11 @@ class Groups:
                 )
         self.meeting.require()
         with self._opening:
+            while self._dropped:
+                self.close(self._dropped.pop())
             group = ProcessGroup(session, self._numbers(), homes, name, capabilities, limit)
             self._groups[group.number] = group
+            group._let_go = self._dropped.append
             session.joined = True
             try:
                 self._join(group)
@@ -240,7 +269,8 @@ class Groups:
     def of(self, homes: Sequence[Residence]) -> ProcessGroup:
         """Return the group of just these places.
 
-        The first use makes it, and so does the next one after it has broken.
+        The first use makes it, and so does the next one after it has broken, or after many other sets of
+        places have been used.
 
         An operation without `group=` uses it.
         """
@@ -251,7 +281,8 @@ class Groups:
         found = self._by_places.get(places)
         if found is None or found.closed or found.broken:
             # Whoever made a group has shown that its places exist and differ. A new one has yet to show it.
-            found = self.of(homes_of(self.session, places))
+            return self.of(homes_of(self.session, places))
+        found.used = self._uses()
         return found
 
     def _kept(self, kept: dict[tuple[Place, ...], ProcessGroup], homes: Sequence[Residence]) -> ProcessGroup:
@@ -265,11 +296,15 @@ class Groups:
             with self._opening:
                 found = kept.get(places)
                 if found is None or found.closed or found.broken:
+                    # What falls out is closed below, unless somebody holds it.
+                    while kept is self._by_places and len(kept) >= _MOST_SETS:
+                        kept.pop(min(kept, key=lambda places: kept[places].used))
                     found = kept[places] = self.open(homes)
+        found.used = self._uses()
         return found
 
     def _broken(self, node: Node, number: int, reason: str) -> None:
-        group = self._groups.get(number)
+        group = self._found(number)
         if group is not None:
             if node not in group.own:
                 raise ProtocolError(f"a worker breaks group {number}, which it is not in")
@@ -303,9 +338,11 @@ class Groups:
                     fields = ["group::close", [group.number, [-1, None, None, True, [], []], []], {}, 0]
                     for node, ranks in group.own.items():
                         words = [node.template(msgpack.packb(fields), fields), 0]
-                        issue_joint(
-                            words, (), (), (), [group.homes[ranks[0]]], group.serial[node], user_line()
-                        )
+                        home = group.homes[ranks[0]]
+                        # Its operations have kept this order.
+                        ordered = group.capabilities.concurrent
+                        serial = group.serial[node] if ordered else self.launches(node)
+                        issue_joint(words, (), (), (), [home], serial, user_line())
                         ends[node] = node.base + len(node.words)
                 group.closed = True
                 # Whoever keeps the closed group need not keep what nobody received.

@@ -131,8 +131,14 @@ def is_of_handler(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
-        given = [leaf for one in frame.f_locals.values() for leaf in (one if type(one) is tuple else (one,))]
-        if frame.f_back is not None and any(one is frame.f_back for one in given):
+        seen = frame.f_locals
+        given = [leaf for one in seen.values() for leaf in (one if type(one) is tuple else (one,))]
+        found = frame.f_back is not None and any(one is frame.f_back for one in given)
+        # Up to Python 3.12 a function's frame keeps this copy of its variables, the error among them: a cycle
+        # that holds what the operator has used until the collector comes.
+        if type(seen) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            seen.clear()
+        if found:
             return True
         trace = trace.tb_next
     return False

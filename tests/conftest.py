@@ -65,13 +65,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Let the suite fail if it has left anything."""
+    """Let the suite fail if it has left a note, a process or shared memory. Name the folders that it has left:
+    what a test kills cannot remove its own, and the product's next start does.
+    """
     if not _leftovers:
         return
     dr.shutdown()
     gc.collect()
-    left = _leftovers[0].found()
+    left, folders = _leftovers[0].found(), _leftovers[0].folders()
     _leftovers.pop().end()
+    if folders:
+        print("\nremoved with the suite's folder: " + ", ".join(folders), file=sys.stderr)
     if left:
         print("\nthe suite has left:\n  " + "\n  ".join(left), file=sys.stderr)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -81,6 +81,7 @@ def test_a_worker_that_exits_since_the_session_ends_is_no_loss(
     assert node.failed is not None and "node 1" not in caplog.text
 
 
+@pytest.mark.usefixtures("own_state")
 @pytest.mark.parametrize("end", ["shutdown", "detach"])
 def test_a_save_does_not_hold_the_end_up_while_its_worker_is_away(
     fresh_session: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, end: str

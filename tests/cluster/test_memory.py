@@ -437,7 +437,7 @@ def test_an_allocation_that_fails_leaves_nothing_behind() -> None:
 # by session, and over time
 
 
-def test_what_sessions_hold_is_told_as_a_total_of_the_others(tmp_path: Path) -> None:
+def test_what_sessions_hold_is_told_as_a_total_of_the_others(tmp_path: Path, own_state: None) -> None:
     dr.shutdown()
     worker = ListeningWorker(tmp_path, "--listen", f"ipc://{tmp_path}/worker")
     try:

@@ -335,6 +335,8 @@ def test_the_end_of_a_session_that_is_not_heard_is_said(
 ) -> None:
     with Network(daemon.address) as network:
         dr.init_master_worker(session="silent", workers=[network.address])
+        # The end waits for what is in flight: this process's seed.
+        dr.synchronize()
         network.cut()
         waits_less(9, dr.shutdown)
         assert (

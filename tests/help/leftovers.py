@@ -1,4 +1,4 @@
-"""What a run of the suite has left anywhere: files, notes of sessions, processes and shared memory.
+"""What a run of the suite has left anywhere: notes of sessions, processes, shared memory and folders.
 
 The suite has a folder for temporary files and one for notes. Its processes are known by the folder's name in
 their environment.
@@ -15,9 +15,6 @@ from pathlib import Path
 
 # So many seconds processes have to end that are just ending.
 _PATIENCE = 30.0
-# torch's compiler keeps its cache. A child of torch's DataLoader that is ended amid an epoch leaves the
-# folder of its sockets, here as anywhere.
-_OTHERS = ("torchinductor_", "pymp-")
 _SHARED = Path("/dev/shm")
 
 
@@ -50,12 +47,13 @@ class Leftovers:
         tempfile.tempdir = None
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def folders(self) -> list[str]:
+        """Return the names of what else is in the folder for temporary files."""
+        known = {self.tests.name, "state"}
+        return sorted(path.name for path in self.folder.iterdir() if path.name not in known)
+
     def _files(self) -> Iterator[str]:
-        for path in self.folder.iterdir():
-            if path.name == "state":
-                yield from (f"the note {note}" for note in path.glob("sessions/*"))
-            elif path != self.tests and not path.name.startswith(_OTHERS):
-                yield f"the {'folder' if path.is_dir() else 'file'} {path}"
+        yield from (f"the note {note}" for note in self.folder.glob("state/sessions/*"))
         yield from (f"the shared memory {name}" for name in set(_segments()) - self._shared)
 
     def _processes(self) -> Iterator[str]:

@@ -65,8 +65,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Let the suite fail if it has left a note, a process or shared memory. Name the folders that it has left:
-    what a test kills cannot remove its own, and the product's next start does.
+    """Let the suite fail if it has left a note, a process or shared memory.
+
+    Name the folders that it has left. What a test kills cannot remove its own: the product's next start does.
     """
     if not _leftovers:
         return

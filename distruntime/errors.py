@@ -1,21 +1,21 @@
 """Every error of distruntime. The class says whose fault it is; the text says got, expected, what to do.
 
-    DistruntimeError
-    ├── UsageError              the calling code asked for something that cannot be
-    │   ├── PlacementError      operands live on different places, or a place does not exist
-    │   ├── SessionClosed       a proxy or a call needs a session that has ended, or another process's
-    │   ├── NotSupportedError   a remote tensor cannot do this; the text names what can
-    │   ├── UntrustedError      what was published has no signature that this process trusts, or a wrong one
-    │   └── ConfigurationError  a setting, key or address is unusable
-    ├── RemoteError             an operation failed on a worker; the class is also the original, IndexError
-    ├── NonFiniteError          an operation gave NaN or infinity, where that is watched
-    ├── StreamCancelled         stream.cancel() dropped the work before it ran
-    ├── WaitTimeout             a wait outlived the time that it was given; a TimeoutError, too
-    ├── CheckpointError         a checkpoint is not there, is half, damaged, or of another version
-    ├── NodeFailed              a worker died or cannot be reached
-    ├── ConnectionFailed        no session came about: no answer, wrong key, wrong version, not in time
-    ├── ProtocolError           the other side sent what the protocol does not allow
-    └── InternalError           a defect of distruntime: please report it
+DistruntimeError
+├── UsageError              the calling code asked for something that cannot be
+│   ├── PlacementError      operands live on different places, or a place does not exist
+│   ├── SessionClosed       a proxy or a call needs a session that has ended, or another process's
+│   ├── NotSupportedError   a remote tensor cannot do this; the text names what can
+│   ├── UntrustedError      what was published has no signature that this process trusts, or a wrong one
+│   └── ConfigurationError  a setting, key or address is unusable
+├── RemoteError             an operation failed on a worker; the class is also the original, IndexError
+├── NonFiniteError          an operation gave NaN or infinity, where that is watched
+├── StreamCancelled         stream.cancel() dropped the work before it ran
+├── WaitTimeout             a wait outlived the time that it was given; a TimeoutError, too
+├── CheckpointError         a checkpoint is not there, is half, damaged, or of another version
+├── NodeFailed              a worker died or cannot be reached
+├── ConnectionFailed        no session came about: no answer, wrong key, wrong version, not in time
+├── ProtocolError           the other side sent what the protocol does not allow
+└── InternalError           a defect of distruntime: please report it
 """
 
 from __future__ import annotations

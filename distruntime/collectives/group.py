@@ -30,7 +30,7 @@ from ..log.log import Log
 from ..log.moment import at_one_moment
 from ..log.node import Node
 from ..log.spec import NO_TENSOR
-from ..log.tape import unrecorded
+from ..log.tape import recorded, unrecorded
 from ..session.meeting import Meeting
 from ..session.requests import Request
 from ..session.session import Session, active_session
@@ -184,6 +184,10 @@ class Groups:
         self, homes: Sequence[Residence], backend: str | None = None, timeout: float | None = None
     ) -> ProcessGroup:
         """Make a group. Block until every member has joined, at most half a minute; see `new_group`."""
+        # A recorded call must not close what others have dropped: a replay would not.
+        with self._opening:
+            while self._dropped and not recorded.name:
+                self.close(self._dropped.pop())
         with unrecorded():
             return self._open(homes, backend, timeout)
 
@@ -208,8 +212,6 @@ class Groups:
                 )
         self.meeting.require()
         with self._opening:
-            while self._dropped:
-                self.close(self._dropped.pop())
             group = ProcessGroup(session, self._numbers(), homes, name, capabilities, limit)
             self._groups[group.number] = group
             group._let_go = self._dropped.append

@@ -242,43 +242,30 @@ def issue_joint(
     node = homes[0].node
     try:
         node.settle()
-        _issue_joint(words, fresh, operands, written, homes, serial, line)
+        order = node.order
+        if not fresh and not written:
+            # Otherwise every later read on this stream would wait for the other members. If it fails, their
+            # results say so.
+            written = (Storage(NO_TENSOR),)
+        if order is None:
+            _append(words, fresh, written, node, line)
+            if serial is not None:
+                serial.written = node.base + len(node.words)
+            return
+        stream = stream_at(homes[0])
+        others = {stream_at(home) for home in homes[1:]} - {stream}
+        for other in others:
+            order.wait(stream, other, order.last[other])
+        if serial is not None:
+            order.wait(stream, 0 if serial.order is None else serial.order.writer, serial.written)
+        order.issue(stream, words, fresh, operands, written, line)
+        if serial is not None:
+            serial.order, serial.written = Use(stream, {}), order.last[stream]
+        for other in others:
+            order.wait(other, stream, order.last[stream])
     except BaseException:
         node.in_doubt = True
         raise
-
-
-def _issue_joint(
-    words: Sequence[object],
-    fresh: Sequence[Handle],
-    operands: Sequence[Handle],
-    written: Sequence[Memory],
-    homes: Sequence[Residence],
-    serial: Storage | None,
-    line: Line,
-) -> None:
-    node = homes[0].node
-    order = node.order
-    if not fresh and not written:
-        # Otherwise every later read on this stream would wait for the other members. If it fails, their
-        # results say so.
-        written = (Storage(NO_TENSOR),)
-    if order is None:
-        _append(words, fresh, written, node, line)
-        if serial is not None:
-            serial.written = node.base + len(node.words)
-        return
-    stream = stream_at(homes[0])
-    others = {stream_at(home) for home in homes[1:]} - {stream}
-    for other in others:
-        order.wait(stream, other, order.last[other])
-    if serial is not None:
-        order.wait(stream, 0 if serial.order is None else serial.order.writer, serial.written)
-    order.issue(stream, words, fresh, operands, written, line)
-    if serial is not None:
-        serial.order, serial.written = Use(stream, {}), order.last[stream]
-    for other in others:
-        order.wait(other, stream, order.last[stream])
 
 
 # -- what may lie in an object's memory ---------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE
+from distruntime.programs.garbage import young_cycles_end
 from distruntime_worker.python.alarms import alarms
 
 
@@ -163,6 +164,19 @@ def test_values_that_only_cycles_hold_are_let_go_of(x: torch.Tensor, frozen: boo
     finally:
         if not frozen:
             gc.freeze()
+
+
+@pytest.mark.parametrize("collection", (0, 1, 2, None))
+def test_what_gc_freeze_hides_is_said(collection: int | None) -> None:
+    with young_cycles_end() as steady:
+        if collection is not None:
+            gc.collect(collection)
+    with young_cycles_end() as frozen:
+        if collection is not None:
+            gc.collect(collection)
+        gc.freeze()
+    assert not steady.reasons
+    assert [reason for reason in frozen.reasons if "gc.freeze() was called" in reason]
 
 
 def test_what_is_left_elsewhere_is_still_refused(x: torch.Tensor) -> None:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from pages import follow, of_any_machine, steps
+from pages import follow, of_any_machine, programs, steps
 from processes import ROOT, until
 from sshd import Account, unavailable
 
@@ -35,15 +33,6 @@ def account() -> Iterator[Account]:
         yield made
 
 
-def programs(folder: Path) -> Path:
-    """Make a folder with the two programs that an installation has; return it."""
-    folder.mkdir()
-    for name, words in (("python", [sys.executable]), ("distruntime", [sys.executable, "-m", "distruntime"])):
-        (folder / name).write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
-        (folder / name).chmod(0o755)
-    return folder
-
-
 def shown(text: str) -> list[str]:
     # The page's reader has installed it elsewhere. A busy machine makes the program wait more often.
     text = re.sub(r"\S+/bin/python\S*", "PYTHON", text)
@@ -53,9 +42,9 @@ def shown(text: str) -> list[str]:
 @pytest.mark.timeout(300)
 @pytest.mark.slow(reason="starts nine workers in six sessions, half of them over ssh")
 def test_the_tutorial_can_be_followed_from_top_to_bottom(account: Account, tmp_path: Path) -> None:
-    page = steps((ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8"))
-    todo = [step for step in page if not step.text.startswith(INSTALLS)]
-    path = os.pathsep.join([str(account.bin), str(programs(tmp_path / "bin")), os.environ["PATH"]])
+    todo = steps((ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8"))
+    todo = [step for step in todo if not step.text.startswith(INSTALLS)]
+    path = os.pathsep.join([str(account.bin), programs(tmp_path / "bin")])
     printed = follow(todo, tmp_path, PATH=path, DISTRUNTIME_KEY=str(tmp_path / "key"))
     assert len(todo) > 30
     for step, text in zip(todo, printed, strict=True):

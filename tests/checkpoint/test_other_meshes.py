@@ -16,7 +16,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import distruntime as dr
 from meshes import make, two_workers
-from pages import typed
 
 __all__ = ["two_workers"]
 
@@ -177,15 +176,3 @@ def test_what_differs_from_member_to_member_needs_as_many(two_workers: None, tmp
         dr.load(tmp_path, place=three())
     with pytest.raises(dr.UsageError, match=r"'k' was on a mesh of 4 members, and needs a mesh of as many"):
         dr.load(tmp_path, place="cpu")
-
-
-def test_the_page_shows_what_happens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
-    ((code, _, text),) = typed(page.partition("## Other meshes\n")[2].partition("\n## ")[0])[:1]
-    dr.shutdown()
-    try:
-        exec(code.replace("/data/run7", str(tmp_path)), {})
-        said = capsys.readouterr().out
-    finally:
-        dr.shutdown()
-    assert said.endswith(text) and len(text.splitlines()) == 3

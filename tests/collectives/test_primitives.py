@@ -4,9 +4,7 @@ test; plans; errors; poison.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -249,21 +247,6 @@ def test_a_result_that_nobody_uses_and_a_shard_that_wants_no_gradient() -> None:
         assert first.place == xs[0].place and last.place == xs[2].place
     with torch.no_grad():
         assert not any(t.requires_grad for t in F.halo_exchange(xs, on, [1]))
-
-
-def test_the_page_shows_what_happens(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "primitives.md").read_text(encoding="utf-8")
-    first = "\ndr.init_master_worker(world_size=4)"
-    assert page.count(first) == 1
-    names: dict[str, Any] = {}
-    shown = 0
-    for code, text in re.findall(
-        r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", page.replace(first, ""), flags=re.S
-    ):
-        exec(code, names)
-        assert capsys.readouterr().out == text
-        shown += bool(text)
-    assert shown == 2
 
 
 # Plans

@@ -24,6 +24,8 @@ class Leftovers:
     def __init__(self) -> None:
         # Addresses of sockets have at most 107 letters, so the name is short.
         self.folder = Path(tempfile.mkdtemp(prefix="drt-"))
+        # The second user of the tests of ssh has its home in it.
+        self.folder.chmod(0o711)
         self.tests = self.folder / "t"
         self._shared = set(_segments())
         self._before = {name: os.environ.get(name) for name in ("TMPDIR", "DISTRUNTIME_STATE")}

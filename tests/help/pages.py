@@ -1,4 +1,4 @@
-"""Pages that can be typed: their blocks, what these print, and what of that differs from run to run."""
+"""Pages that can be typed: their steps, what these print, and what of that differs from run to run."""
 
 from __future__ import annotations
 
@@ -6,44 +6,100 @@ import doctest
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 
+from forked_masters import start_master
 from processes import ROOT
 
-# It types the blocks of a page from one of them on, and says which one comes before what it prints. It types
-# the examples of a prompt one by one, and compares what each of them prints.
-TYPE = """
-import json, sys
-names = {"__name__": "__main__"}
-for number, source, mode in json.loads(sys.argv[1]):
-    print(f"\\x1e{number}")
-    exec(compile(source, f"block {number}", mode), names)
+# It does the steps of a page from one of them on, in one namespace, and says which one comes before what it
+# prints. A step that is no code is a file to write, or a command of a shell. A command that serves runs on
+# beside the next steps, and ends with this process.
+DO = """
+import atexit, json, os, subprocess, sys
+steps, folder, variables = json.loads({todo!r})
+os.chdir(folder)
+os.environ.update(variables)
+if not variables["DISTRUNTIME_QUIET"]:
+    del os.environ["DISTRUNTIME_QUIET"]
+sys.stdout.reconfigure(write_through=True)
+names = {{"__name__": "__main__"}}
+
+def end(served):
+    served.terminate()
+    served.wait()
+
+for number, kind, text in steps:
+    print(f"\\x1e{{number}}")
+    command = dict(args=["sh", "-c", "exec " + text if kind == "serve" else text], stdin=subprocess.DEVNULL)
+    if kind == "file":
+        open(text.splitlines()[0][2:], "w").write(text)
+    elif kind == "command":
+        subprocess.run(**command, stderr=subprocess.STDOUT, check=True)
+    elif kind == "serve":
+        served = subprocess.Popen(**command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        atexit.register(end, served)
+        for line in served.stdout:
+            print(line, end="")
+            if "listening on" in line:
+                break
+    else:
+        exec(compile(text, f"block {{number}}", kind), names)
 """
 
 
-def typed(page: str) -> list[tuple[str, str, str]]:
-    """Return what a page has one type: the code, how Python compiles it, and what the page says it prints."""
+@dataclass(frozen=True)
+class Step:
+    """What a page has one do.
+
+    The kinds are code of a block ("exec") or of a prompt ("single"), a file to write, a command of a shell,
+    and one that serves until it is ended. `shows` is what the page says that it prints.
+    """
+
+    kind: str
+    text: str
+    shows: str
+
+
+def _block(language: str, text: str, shows: str) -> list[Step]:
+    if language == "python":
+        return [Step("file" if re.match(r"# \S+\.py\n", text) else "exec", text, shows)]
+    if language == "pycon":
+        return [Step("single", one.source, one.want) for one in doctest.DocTestParser().get_examples(text)]
     found = []
-    for block in re.finditer(r"^```(python|pycon)\n(.*?)^```\n(?:```text\n(.*?)^```\n)?", page, re.M | re.S):
-        language, text, shows = block.groups()
-        if language == "python":
-            found.append((text, "exec", shows or ""))
-        else:
-            examples = doctest.DocTestParser().get_examples(text)
-            found += [(example.source, "single", example.want) for example in examples]
-    return found
+    for prompt, command, printed in re.findall(
+        r"^(\$|#|>>>) ((?:.*\\\n)*.*)\n((?:(?!(?:\$|#|>>>) ).*\n)*)", text, re.M
+    ):
+        kind = "single" if prompt == ">>>" else "command"
+        if re.match(r"distruntime-worker --(listen|master|config)\b(?!.*--print)", command):
+            kind = "serve"
+        found.append(Step(kind, command, printed))
+    return [*found[:-1], Step(found[-1].kind, found[-1].text, found[-1].shows or shows)]
+
+
+def steps(page: str) -> list[Step]:
+    """Return what a page has one do, in its order.
+
+    A block of Python whose first line is `# NAME.py` is the file of this name. A line of a console that
+    begins with `$` is a command, and the lines below it are what it prints. A block of text right below a
+    block is what that one prints.
+    """
+    blocks = re.findall(
+        r"^```(python|pycon|console)\n(.*?)^```\n(?:\n?```text\n(.*?)^```\n)?", page, re.M | re.S
+    )
+    return [step for language, text, shows in blocks for step in _block(language, text, shows)]
 
 
 def environment(folder: Path, **variables: str) -> dict[str, str]:
     """Return the variables of who types a page: all that a session keeps is in the folder."""
-    found = {
-        **os.environ,
+    return {
+        "HOME": str(folder),
+        "XDG_CONFIG_HOME": "",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "worker")]),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
@@ -54,42 +110,63 @@ def environment(folder: Path, **variables: str) -> dict[str, str]:
         "DISTRUNTIME_STATE": str(folder / "state"),
         "DISTRUNTIME_SIGNING_KEY": str(folder / "signing-key"),
         "DISTRUNTIME_TRUSTED_KEYS": str(folder / "trusted-keys"),
+        "DISTRUNTIME_QUIET": "",
         **variables,
     }
-    found.pop("DISTRUNTIME_QUIET", None)
-    return found
 
 
-def _run(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in a folder; errors go where its output goes."""
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=environment(folder, **variables),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-    )
+def programs(folder: Path) -> str:
+    """Return a PATH that begins with the programs that an installation has."""
+    folder.mkdir()
+    for name, words in {
+        "python": [],
+        "distruntime": ["-m", "distruntime"],
+        "distruntime-worker": ["-m", "distruntime_worker"],
+    }.items():
+        (folder / name).write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, *words])} "$@"\n')
+        (folder / name).chmod(0o755)
+    return os.pathsep.join([str(folder), os.environ["PATH"]])
 
 
-def type_all(blocks: list[tuple[str, str, str]], folder: Path, **variables: str) -> list[str]:
-    """Return what each block prints.
+def _do(todo: list[tuple[int, str, str]], folder: Path, **variables: str) -> tuple[int, str]:
+    """Do steps in a process of their own. Return its exit code, and what it has printed."""
+    ours = environment(folder, **variables)
+    with (folder / "printed").open("w+b") as output:
+        # The process that forks this one has a home and programs of its own.
+        same = {
+            name: os.environ[name] for name in ("HOME", "PATH", "CUDA_VISIBLE_DEVICES") if name in os.environ
+        }
+        master = start_master(
+            DO.format(todo=json.dumps([todo, str(folder), ours])), {**os.environ, **ours, **same}, output
+        )
+        try:
+            code = master.wait(280)
+        except subprocess.TimeoutExpired:
+            master.kill()
+            raise
+        output.seek(0)
+        return code, output.read().decode()
 
-    A process that ends or kills itself is followed by another one, which goes on.
+
+def follow(page: list[Step], folder: Path, **variables: str) -> list[str]:
+    """Do what a page has one do, in this folder. Return what each step prints.
+
+    A process that ends or kills itself is followed by another one, which goes on. A failure fails the test,
+    with all that the step has printed.
     """
     printed: list[str] = []
-    while len(printed) < len(blocks):
-        rest = [(k, code, mode) for k, (code, mode, _) in enumerate(blocks)][len(printed) :]
-        done = _run([sys.executable, "-u", "-c", TYPE, json.dumps(rest)], folder, **variables)
-        parts = re.split(r"\x1e(\d+)\n", done.stdout)
+    while len(printed) < len(page):
+        rest = [(k, step.kind, step.text) for k, step in enumerate(page)][len(printed) :]
+        code, text = _do(rest, folder, **variables)
+        parts = re.split(r"\x1e(\d+)\n", text)
         assert parts[0] == "" and [int(number) for number in parts[1::2]] == [
             k for k, *_ in rest[: len(parts) // 2]
-        ]
+        ], text
         printed += parts[2::2]
-        killed = done.returncode == -signal.SIGKILL and "os.kill(" in blocks[len(printed) - 1][0]
-        assert killed or done.returncode == 0, f"{blocks[len(printed) - 1][0]}\n{parts[-1]}"
+        last = page[len(printed) - 1].text
+        killed = code == -signal.SIGKILL and "os.kill(" in last
+        ended = code == 0 and (len(printed) == len(page) or last.startswith("exit()"))
+        assert killed or ended, f"{last}\n{parts[-1]}"
     return printed
 
 
@@ -103,58 +180,6 @@ def of_any_machine(text: str) -> list[str]:
     lines = [line.replace(socket.gethostname(), "vm") for line in lines]
     # A dot is shown for each moment of a wait.
     lines = [re.sub(r"(?<=worker)(s?) [. ]*", r"\1 ", line) for line in lines]
-    figure = r"-?\d+\.\d*(e[-+]?\d+)?|(?<=, up )[^,]+"
+    lines = [re.sub(r"^\d{4}-\d\d-\d\d [\d:,]+", "NOW", line) for line in lines]
+    figure = r"-?\d+\.\d*(e[-+]?\d+)?|(?<=, up )[^,]+|(?<=\(pid )\d+ on \w+"
     return [re.sub(r"\s+", " ", re.sub(figure, "#", line)).strip() for line in lines]
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a page has one do: type lines at a prompt, write a file, or give a command to a shell.
-
-    `shows` is what the page says that it prints.
-    """
-
-    kind: str
-    text: str
-    shows: str
-
-
-def steps(page: str) -> list[Step]:
-    """Return what a page has one do, in its order.
-
-    A block of Python whose first line is `# NAME.py` is the file of this name. A line of a console that
-    begins with `$` is a command, and the lines below it are what it prints.
-    """
-    found: list[Step] = []
-    for block in re.finditer(r"^```(python|pycon|console)\n(.*?)^```\n", page, re.M | re.S):
-        language, text = block.groups()
-        if language == "python":
-            found.append(Step("file", text, ""))
-        elif language == "pycon":
-            examples = doctest.DocTestParser().get_examples(text)
-            found += [Step("prompt", example.source, example.want) for example in examples]
-        else:
-            for command in re.finditer(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", text, re.M):
-                found.append(Step("command", *command.groups()))
-    return found
-
-
-def follow(page: list[Step], folder: Path, **variables: str) -> list[str]:
-    """Do what a page has one do, in this folder. Return what each step prints.
-
-    A failure of a command fails the test, with all that it has printed.
-    """
-    printed: list[str] = []
-    while len(printed) < len(page):
-        step = page[len(printed)]
-        if step.kind == "prompt":
-            rest = takewhile(lambda one: one.kind == "prompt", page[len(printed) :])
-            printed += type_all([(one.text, "single", one.shows) for one in rest], folder, **variables)
-        elif step.kind == "file":
-            (folder / step.text.splitlines()[0].removeprefix("# ")).write_text(step.text, encoding="utf-8")
-            printed.append("")
-        else:
-            done = _run(["sh", "-c", step.text], folder, **variables)
-            assert done.returncode == 0, f"{step.text}\n{done.stdout}"
-            printed.append(done.stdout)
-    return printed

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -330,16 +329,3 @@ def test_a_mesh_of_an_ended_session_says_so(fresh_session: Callable[..., Any]) -
     with pytest.raises(dr.SessionClosed), mesh:
         pass
     assert repr(dr.init_device_mesh("cpu", (1,)).lines()) == "<1 line of 1 in the mesh of 1 member on node 0>"
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, about FSDP2 and views
-def test_the_page_shows_what_happens(
-    fresh_session: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "meshes.md").read_text(encoding="utf-8")
-    names: dict[str, Any] = {}
-    shown = re.findall(r"```python\n(.*?)```\n```text\n(.*?)```", page, flags=re.S)
-    assert len(shown) == page.count("```python") == 9
-    for code, text in shown:
-        exec(code, names)
-        assert capsys.readouterr().out == text

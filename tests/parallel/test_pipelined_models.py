@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,24 +138,3 @@ def test_the_two_towers_of_a_clip(schedule: str, four_gpus: None) -> None:
             assert (p.grad is None) == (q.grad is None), f"{k} {name}"
             if p.grad is not None and q.grad is not None:
                 torch.testing.assert_close(p.grad.cpu(), q.grad, atol=2e-6, rtol=1e-4)
-
-
-def test_the_page_shows_what_happens(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text(encoding="utf-8")
-    dr.shutdown()
-    dr.init_master_worker(world_size=2)
-    first = "\ndr.init_master_worker(world_size=2)"
-    assert page.count(first) == 1
-    names: dict[str, Any] = {}
-    shown = 0
-    try:
-        for code, text in re.findall(
-            r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", page.replace(first, ""), flags=re.S
-        ):
-            capsys.readouterr()
-            exec(code, names)
-            assert capsys.readouterr().out == text
-            shown += 1
-    finally:
-        dr.shutdown()
-    assert shown == 3

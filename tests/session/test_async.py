@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -164,17 +163,6 @@ async def test_a_place_belongs_to_its_task() -> None:
             return x.get_node()
 
     assert await asyncio.gather(*(make(k % 2) for k in range(10))) == [0, 1] * 5
-
-
-async def test_the_page_prints_what_it_says() -> None:
-    text = (ROOT / "docs" / "async.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
-    (printed,) = re.findall(r"It prints `(.*)`", text)
-    script = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    out, err = await asyncio.wait_for(script.communicate(), LONG)
-    assert out.decode().splitlines()[-1:] == [printed], err.decode()
 
 
 async def test_a_cell_of_ipython_may_await() -> None:

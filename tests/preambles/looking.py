@@ -1,0 +1,31 @@
+import torch
+from torch import nn
+
+import distruntime as dr
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Block(), Block()]), nn.Linear(64, 10)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+dr.init_master_worker(world_size=1)
+model = Net().to("remote")
+x = torch.randn(512, 64, device="remote")
+# %% the end
+assert sum(isinstance(m, nn.SiLU) for m in model.modules()) == 2

@@ -39,7 +39,7 @@ from ..wire.messages import (
 )
 from ..wire.shared import Challenge, Loan, SharedPool
 from ..wire.shield import shield
-from ..wire.tally import Tally
+from ..wire.strangers import Tally
 from .ending import Ending
 from .failures import out_of_memory, remote_error
 from .holders import lost_lines

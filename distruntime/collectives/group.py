@@ -44,9 +44,8 @@ from .data_channels import OF_DEVICES, RELAY, Choice, DataChannels, kind_of, pic
 from .mail import Mail
 
 # So many sets of places keep the groups that operations without `group=` made for them, and so many pairs
-# those of copies between them. A worker has up to
-# three idle threads for each set that it is in, and opening one again takes some milliseconds. Hundreds of
-# GPUs in tensor and data parallel groups have fewer sets.
+# those of copies between them. A worker has up to three idle threads for each set that it is in, and opening
+# one again takes some milliseconds. Hundreds of GPUs in tensor and data parallel groups have fewer sets.
 _MOST_SETS = 128
 
 
@@ -89,7 +88,7 @@ class ProcessGroup:
         self.serial: dict[Node, Storage] = {node: Storage(NO_TENSOR) for node in self.own}
         # The greatest has been used last: see `Groups.of`.
         self.used = 0
-        # Whether it is for copies, which keep no order with what closes a group.
+        # It is True of a group for copies, which keep no order with what closes the group.
         self.copies = False
 
     def __del__(self) -> None:

@@ -1,6 +1,7 @@
 """Run the benchmarks and print their figures: `python -m benchmarks [NAME ...] [--quick] [--against REV]`.
 
-Ends with status 1 if a figure is on the wrong side of its bar, except with `--quick`. `against` has the run of two commits in turn.
+Ends with status 1 if a figure is on the wrong side of its bar, except with `--quick`. `against` has the run
+of two commits in turn.
 """
 
 from __future__ import annotations

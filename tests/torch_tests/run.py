@@ -31,6 +31,10 @@ from rows import DEFAULT, DEVICE, LOCAL, MESH, SPMD, Plan, Row
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+# It comes last, as some modules there may have names of torch's test files.
+sys.path.append(str(ROOT / "tests" / "help"))
+from revision import revision  # noqa: E402
+
 # Seconds of one test. A child that says nothing for longer than SILENCE hangs where no signal is seen.
 PATIENCE, SILENCE = 120, 300.0
 ENVIRONMENT = {
@@ -313,8 +317,9 @@ def main() -> int:
     each = list(lines(found, causes))
     whole = total(each)
     words = [
-        f"{time.strftime('%Y-%m-%d')}, torch {importlib.metadata.version('torch')}, the tests of PyTorch "
-        f"{sources.version(folder)}, {os.cpu_count()} cores, Python {platform.python_version()}: "
+        f"{time.strftime('%Y-%m-%d')}, {revision()}, torch {importlib.metadata.version('torch')}, the "
+        f"tests of PyTorch {sources.version(folder)}, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}: "
         f"{sum(whole.counts.values())} tests in {seconds / 60:.0f} minutes.",
         "",
         *table([line.cells() for line in [*each, whole]]),

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,6 +72,8 @@ PIECES = (
             "stable-baselines3 tensordict torchrl gymnasium",
             "schedulefree pytorch_optimizer ema-pytorch jaxtyping transformer-lens",
         ),
+        # On two cores with a load of 25, installing took longer than 12 minutes.
+        limit=1500,
     ),
     Piece("programs", "python tests/long/programs.py --programs 300 {lot}", (
         "--publish", "--publish --masters 2 --simulate-cuda 2", "--nodes 4 --threads 3",
@@ -120,6 +123,19 @@ def turn() -> int:
     return int(count) if shallow == "false" else int(time.time() // 86400)
 
 
+def end_with_its_own(process: int) -> None:
+    """Kill a process with all that descend from it: some have sessions of their own."""
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], check=True, capture_output=True, text=True).stdout
+    pairs = [tuple(map(int, line.split())) for line in listed.splitlines()]
+    found = [process]
+    # Each child stands behind its parent when this comes to it.
+    for parent in found:
+        found += [pid for pid, of in pairs if of == parent]
+    for pid in found:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def run(piece: Piece, lot: str) -> bool:
     """Run a piece with one of its lots; print what became of it. Return whether it has not failed."""
     command = piece.command.format(lot=lot)
@@ -144,12 +160,9 @@ def run(piece: Piece, lot: str) -> bool:
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            # It may have left processes behind, and all of its own are in its group.
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            process.wait()
+            if process.poll() is None:
+                end_with_its_own(process.pid)
+                process.wait()
     text = log.read_text(errors="replace")
     reason = next((line for line in text.splitlines() if line.startswith(CANNOT)), "")
     if status == 0:
@@ -189,6 +202,8 @@ def main() -> int:
             for lot in piece.lots:
                 print(f"{piece.name}: {piece.command.format(lot=lot)}")
         return 0
+    # Who ends this must not leave the piece behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     now = turn() if options.turn is None else options.turn
     return 0 if all([run(piece, lot) for piece, lot in chosen(options.names, options.all, now)]) else 1
 

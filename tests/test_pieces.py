@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -73,7 +75,7 @@ def test_each_commit_has_another_piece_and_each_lap_another_lot() -> None:
     [
         ("true", 60, True, "piece tried: ok"),
         ("echo what went wrong; exit 3", 60, False, "what went wrong\npiece tried: FAILED with status 3"),
-        ("echo begun; sleep 600", 0.5, False, "begun\npiece tried: FAILED: it was not over after 0.5 s"),
+        ("sleep 600", 0.5, False, "piece tried: FAILED: it was not over after 0.5 s"),
         ("echo 'cannot run here: no net'; exit 2", 60, True, "piece tried: skipped, cannot run here: no net"),
     ],
 )
@@ -83,3 +85,13 @@ def test_how_a_piece_ended_is_told(
     piece = pieces.Piece("tried", command, limit=limit)
     assert pieces.run(piece, "") is good
     assert told in capsys.readouterr().out
+
+
+def test_what_takes_too_long_is_ended_with_what_it_has_started() -> None:
+    begun = (sys.executable, "-c", "print('begun', flush=True); import time; time.sleep(600)")
+    program = f"import subprocess; subprocess.run({begun!r}, start_new_session=True)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        pieces.end_with_its_own(process.pid)
+        # The pipe ends when nobody has it any more.
+        assert process.stdout.read() == "" and process.wait() == -signal.SIGKILL

@@ -26,6 +26,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 WORKERS = HERE / "workers"
 PROCESSES = 2
+# So many seconds has a test that names no others. On two cores with a load of 30, an import of torch took
+# 48 s, and some tests start three workers.
+LIMIT = 600
 # Pytest says this where `-k` has left nothing of a part.
 _NOTHING = 5
 
@@ -52,7 +55,7 @@ class Part(NamedTuple):
 
 def tests(name: str, paths: Sequence[Path | str], environment: dict[str, str], arguments: list[str]) -> Part:
     """Return a part that is one process of pytest."""
-    command = [sys.executable, "-m", "pytest", "-q", *map(str, paths), *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", f"--timeout={LIMIT}", *map(str, paths), *arguments]
 
     def run() -> tuple[int, str]:
         done = subprocess.run(

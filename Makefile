@@ -8,7 +8,7 @@
 #   make bench    the figures of the README and docs/design.md; ARGS="--against REV" has them of another commit and of this tree
 #   make gpu      27 checks on a machine with a GPU and its figures, in ten minutes; nothing is downloaded
 #   make accelerator  the GPU's path on an accelerator that is simulated: it needs a C++ compiler, and says so without one
-#   make ecosystem  a script for each of 41 libraries, here and on a worker, in a venv of their own: some five minutes
+#   make ecosystem  a script for each of 43 libraries, here and on a worker, in a venv of their own: some five minutes
 #   make torch-tests  PyTorch's own tests on remote tensors and in dr.spmd, a sample of them: some 20 minutes
 #   make examples  every example, with those that take long
 #   make piece    a piece of the lanes that take long, another one at each commit: it is what CI runs of them

@@ -1,7 +1,7 @@
 # Each target makes .venv on first use and keeps it; it is brought up to date when pyproject.toml or constraints.txt change.
 #   make demo     train a small network on a worker, on this machine
 #   make test     the suite, as CI runs it          make test ARGS="-k rfc -x"
-#   make test-all the suite with its slow tests, each of which takes more than 10 s
+#   make test-all the suite with its slow tests: the whole databases, all examples, what takes more than 2 s
 #   make check    format, lint, types, layers, links: before every commit
 #   make rooms    the rooms of both packages, and which imports which
 #   make docs     the documentation as a site, in build/docs; a warning is an error

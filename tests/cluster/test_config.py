@@ -274,6 +274,7 @@ def daemon(tmp_path: Path) -> Iterator[str]:
     process.wait()
 
 
+@pytest.mark.slow(reason="starts daemons that import torch, 6 s")
 def test_the_next_session_begins_with_the_settings_of_the_workers_start(daemon: str) -> None:
     dr.shutdown()
     seen = []

@@ -177,6 +177,7 @@ def test_the_repl_does_without_ipython(tmp_path: Path) -> None:
     assert "sum 6 True" in run("-c", start, folder=tmp_path, stdin=LINES)
 
 
+@pytest.mark.slow(reason="starts a prompt, 3 s")
 def test_a_repl_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
     path = os.pathsep.join([str(ROOT), str(ROOT / "worker")])
     command = [sys.executable, "-m", "distruntime", "repl", "nonsense://here"]

@@ -97,7 +97,7 @@ def whole(t: Any) -> torch.Tensor:
     ("before", "on", "after", "onto", "width"),
     fewer(
         [
-            (*case, WIDTH)
+            pytest.param(*case, WIDTH)
             for case in [
                 (fsdp, "4", fsdp, "3"),
                 (fsdp, "2", fsdp, "4"),
@@ -111,7 +111,11 @@ def whole(t: Any) -> torch.Tensor:
                 (replicas, "2", zero, "2x2"),
             ]
         ]
-        + [(fsdp, "4", fsdp, "3", 5), (fsdp, "3", fsdp, "2", 7), (zero, "4", zero, "3", 5)],
+        + [
+            pytest.param(fsdp, "4", fsdp, "3", 5),
+            pytest.param(fsdp, "3", fsdp, "2", 7),
+            pytest.param(zero, "4", zero, "3", 5),
+        ],
         4,
         "other cuts, 2 s each",
     ),

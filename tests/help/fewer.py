@@ -13,12 +13,9 @@ _CASE = type(pytest.param())
 def fewer(cases: Iterable[Any], every: int, reason: str) -> list[Any]:
     """Return the cases of a parametrized test. All but the first, and each `every`th after it, are slow.
 
-    A tuple has a value for each of several names.
+    Where a test has several names, each case is a `pytest.param` of their values.
     """
-    found = [
-        case if isinstance(case, _CASE) else pytest.param(*(case if isinstance(case, tuple) else (case,)))
-        for case in cases
-    ]
+    found = [case if isinstance(case, _CASE) else pytest.param(case) for case in cases]
     slow = pytest.mark.slow(reason=reason)
     return [
         case if number % every == 0 else pytest.param(*case.values, id=case.id, marks=[*case.marks, slow])

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 import distruntime as dr
+from fewer import fewer
 from meshes import copied, make, same, same_gradients, same_parameters, two_workers
 
 with warnings.catch_warnings():
@@ -82,7 +83,7 @@ _ADVICE = pytest.mark.filterwarnings(
 
 
 @_ADVICE
-@pytest.mark.parametrize("checkpointed", [True, False])
+@pytest.mark.parametrize("checkpointed", fewer([True, False], 2, "other options, 2 s"))
 def test_mlps_of_torchs_tests_with_tensor_parallelism(two_workers: None, checkpointed: bool) -> None:
     mesh = make("2x2")
     torch.manual_seed(0)

@@ -37,6 +37,7 @@ def test_an_operator_without_a_deterministic_kernel_is_refused_as_here(session: 
 
 
 @pytest.mark.parametrize("switch", [True, "error"])
+@pytest.mark.slow(reason="starts programs that import torch, 4 s")
 def test_both_of_torchs_functions_are_followed(session: object, switch: Any) -> None:
     if switch is True:
         torch.use_deterministic_algorithms(True)

@@ -166,6 +166,7 @@ def test_a_process_with_a_thousand_open_files_waits_for_its_workers(tmp_path: Pa
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow(reason="starts a nursery, 3 s")
 def test_a_request_has_the_environment_the_directory_and_the_umask_of_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,6 +158,7 @@ def test_of_a_killed_nursery(temporary: Path) -> None:
     swept(temporary)
 
 
+@pytest.mark.slow(reason="starts torchrun's ranks, 7 s")
 def test_of_a_killed_run(temporary: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -31,6 +31,7 @@ def at(places: list[dr.Place]) -> list[torch.Tensor]:
     return [torch.full((2,), float(k + 1), device=REMOTE).to(place) for k, place in enumerate(places)]
 
 
+@pytest.mark.slow(reason="opens 200 groups, 11 s")
 def test_many_sets_of_places_keep_few_threads(
     fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

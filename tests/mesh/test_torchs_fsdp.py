@@ -126,6 +126,7 @@ def test_transformer_of_torchs_tests(two_workers: None, shape: str, checkpointed
 
 @_ADVICE
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning")
+@pytest.mark.slow(reason="starts members that import FSDP2, 3 s")
 def test_parameters_with_uneven_rows_are_cut_by_columns(two_workers: None) -> None:
     """torch's transformer with 23 words. Its embedding is its output's weight; a bias of 23 is left alone."""
     mesh = make("2")

@@ -167,6 +167,7 @@ def test_a_long_wait_says_what_it_waits_for_and_control_c_leaves_it(python: Term
     assert "\n3\n" in python.enter("1 + 2")
 
 
+@pytest.mark.slow(reason="starts a prompt, 3 s")
 def test_a_long_wait_says_which_operator_runs_and_about_how_long_it_takes(python: Terminal) -> None:
     python.enter(SLOW)
     python.send("(x @ x).sum().item()\n")
@@ -176,6 +177,7 @@ def test_a_long_wait_says_which_operator_runs_and_about_how_long_it_takes(python
     python.expect(rf"KeyboardInterrupt\n{ERASED}{QUEUED}>>> ")
 
 
+@pytest.mark.slow(reason="starts a prompt, 5 s")
 def test_after_control_c_in_a_loop_the_prompt_says_what_is_queued_and_how_to_drop_it(
     python: Terminal,
 ) -> None:

@@ -289,5 +289,6 @@ def many_operations_leave_nothing(count: int) -> None:
     assert max(grown) < 4 * MIB, f"master and worker grew by {grown} bytes over {count} operations"
 
 
+@pytest.mark.slow(reason="issues 200,000 operations, 12 s")
 def test_200_000_operations_leave_nothing() -> None:
     many_operations_leave_nothing(200_000)  # a million: tests/long/test_million_operations.py

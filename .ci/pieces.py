@@ -105,6 +105,10 @@ PIECES = (
         "python tests/long/soak.py --minutes 3",
     )),
     Piece("recorded", "OMP_NUM_THREADS=1 python tests/long/recorded.py --programs 20 --calls 25"),
+    Piece("machines", "make test-machines ARGS='{lot}'", (
+        "old-processor small-shm", "one-core", "busy", "user", "home no-ipv6", "language", "ascii", "path",
+        "settings",
+    )),
     Piece("accelerator-programs", "make accelerator ARGS='--programs 200 -k random_programs'"),
 )  # fmt: skip
 

@@ -91,7 +91,7 @@ CONDITIONS = (
     ),
     Condition("one-core", "one core", _CLOCKS, prefix="taskset -c {core}"),
     Condition("busy", "four processes that compute beside the tests", _CLOCKS, busy=4),
-    Condition("user", "a user who is not root", _PATHS, clone="{folder}/clone", nobody=True),
+    Condition("user", "a user who is not root, and has no name", _PATHS, clone="{folder}/clone", nobody=True),
     Condition(
         "home",
         "a home that cannot be written",

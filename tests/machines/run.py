@@ -17,6 +17,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,8 +34,8 @@ CANNOT = "cannot run here: "
 PROCESSES = 2
 # So many seconds has a test that names no others: the conditions and the neighbours of this machine slow it.
 LIMIT = 600
-# The user and the group that own nothing.
-NOBODY = 65534
+# A user and a group that own nothing, and have no name.
+NOBODY = 54321
 # A process that computes, and ends with the one that has started it.
 _LOOP = "import os; parent = os.getppid()\nwhile os.getppid() == parent: sum(range(1_000_000))"
 
@@ -92,11 +93,12 @@ def clone(target: Path) -> str:
         else:
             there.unlink(missing_ok=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(target / ".venv")], check=True)
-    # The libraries are this venv's. A line of a `.pth` file is a path, and the files there are not looked at.
-    # So distruntime is the clone's.
+    # The libraries are this venv's. A line of a `.pth` file is a path from there, and such files at
+    # that path do not count. So distruntime is the clone's.
     (packages,) = (target / ".venv" / "lib").glob("python*/site-packages")
     ours = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    lines = [str(target), str(target / "worker"), *ours]
+    here = os.path.relpath(target, packages)
+    lines = [here, os.path.join(here, "worker"), *ours]
     (packages / "clone.pth").write_text("\n".join(lines) + "\n", encoding=sys.getfilesystemencoding())
     return str(target / ".venv" / "bin" / "python")
 
@@ -146,7 +148,9 @@ def made(condition: Condition) -> Iterator[tuple[list[str], dict[str, str], Path
         if condition.nobody:
             home = folder / "home"
             home.mkdir()
-            environment |= {"HOME": str(home), "USER": "nobody", "LOGNAME": "nobody"}
+            named = ("LOGNAME", "USER", "LNAME", "USERNAME")
+            environment = {name: value for name, value in environment.items() if name not in named}
+            environment["HOME"] = str(home)
             for path in (tree, home):
                 subprocess.run(["chown", "-R", f"{NOBODY}:{NOBODY}", str(path)], check=True)
             shown = dict.fromkeys([sys.base_prefix, sys.prefix])
@@ -218,6 +222,8 @@ def main(arguments: Sequence[str]) -> int:
         for one in chosen:
             print(f"{one.name}: {one.what}" + (f" ({CANNOT}{why})" if (why := missing(one)) else ""))
         return 0
+    # Who ends this must not leave the tests behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     return 0 if all([run(one, options.all, arguments[at + 1 :]) for one in chosen]) else 1
 
 

@@ -57,6 +57,9 @@ PIECES = (
             "tests/python tests/worker tests/backend tests/torch_tests",
             "tests/cluster tests/publishing tests/hostile",
             "tests/layers tests/test_tutorial.py",
+            "tests/checkpoint tests/parallel tests/mesh",
+            "tests/session tests/streams tests/tensors tests/testing tests/wire",
+            "tests/torch_db tests/test_pages.py",
         ),
     ),
     Piece(

@@ -36,8 +36,8 @@ class Condition(NamedTuple):
     flags: tuple[str, ...] = ()
 
 
-# Dtypes and autocast: which kernels there are depends on the processor. These are few, as `.ci/run` has them at
-# each commit.
+# Dtypes and autocast: which kernels there are depends on the processor. These are few, as `.ci/run` has them
+# at each commit.
 _DTYPES = (
     "tests/torch_db/test_autocast_lists.py tests/backend/test_autocast.py tests/tensors/test_factories.py "
     "tests/operators/test_default_dtype.py"

@@ -8,6 +8,7 @@
 #   make bench    the figures of the README and docs/design.md; ARGS="--against REV" has them of another commit and of this tree
 #   make gpu      27 checks on a machine with a GPU and its figures, in ten minutes; nothing is downloaded
 #   make accelerator  the GPU's path on an accelerator that is simulated: it needs a C++ compiler, and says so without one
+#   make test-machines  the tests that depend on a machine, on 13 unlike ones: another processor, home, user, language
 #   make ecosystem  a script for each of 43 libraries, here and on a worker, in a venv of their own: some five minutes
 #   make torch-tests  PyTorch's own tests on remote tensors and in dr.spmd, a sample of them: some 20 minutes
 #   make examples  every example, with those that take long
@@ -103,7 +104,7 @@ piece: .venv/.tests
 	$(BIN)/python .ci/pieces.py $(ARGS)
 
 # It goes on behind a lane that fails, and fails at the end. ARGS="docs accelerator" runs some of them.
-LANES = $(or $(ARGS),check docs test-all accelerator gpu-simulated examples bench-quick ecosystem torch-tests long)
+LANES = $(or $(ARGS),check docs test-all test-machines accelerator gpu-simulated examples bench-quick ecosystem torch-tests long)
 
 lanes:
 	@mkdir -p build/lanes; failed=0; \
@@ -115,6 +116,10 @@ lanes:
 
 accelerator: .venv/.tests
 	$(KEPT) $(BIN)/python tests/accelerator/run.py $(ARGS)
+
+# ARGS="path home" runs under some of the conditions, ARGS=--list prints them, ARGS=--all runs all of `make test` under each.
+test-machines: .venv/.tests
+	$(KEPT) $(BIN)/python tests/machines/run.py $(ARGS)
 
 # The libraries have a venv of their own: they bring 200 packages, and their plug-ins would be found by the suite.
 # ARGS="timm peft" runs some, ARGS="--page docs/ecosystem.md" also writes the page's table.
@@ -154,4 +159,4 @@ torch-tests: .venv/.torch-tests
 	@touch $@
 
 .PHONY: demo test test-all check rooms docs bench bench-quick examples gpu gpu-simulated accelerator ecosystem ecosystem-some
-.PHONY: torch-tests long lanes piece
+.PHONY: torch-tests long lanes piece test-machines

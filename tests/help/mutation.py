@@ -80,7 +80,11 @@ class Tree:
     ) -> tuple[list[str], str]:
         """Run tests here. Return those that fail, and what pytest has said."""
         paths = [str(self._folder), str(self._folder / "worker"), str(self._folder / "tests" / "help")]
-        own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "", "COLUMNS": "200"}
+        # Whoever tidies the folder for temporary files leaves this one, which is in use.
+        temporary = self._folder.with_name(f"{self._folder.name}t")
+        temporary.mkdir(exist_ok=True)
+        own = {"PYTHONPATH": os.pathsep.join(paths), "TMPDIR": str(temporary)}
+        own |= {"PYTHONDONTWRITEBYTECODE": "", "COLUMNS": "200"}
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "pytest", "-q", "--tb=line", "-rfE", "-m", "not slow"),
@@ -138,7 +142,7 @@ def tried(
     if wrong := stale(mutants):
         raise ValueError("\n".join(wrong))
     around = os.environ if environment is None else environment
-    with tempfile.TemporaryDirectory(prefix="mutants-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="mut", ignore_cleanup_errors=True) as folder:
         trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
         for k in range(jobs):
             trees.put(Tree(Path(folder) / str(k)))

@@ -55,14 +55,14 @@ MUTANTS = [
         "distruntime/log/log.py",
         "        self._nbytes -= flight.nbytes\n        self._heavy",
         "        self._heavy",
-        ("tests/log/test_back_pressure.py", "tests/tensors/test_kept_memory.py"),
+        ("tests/session/test_announce.py", "tests/log/test_back_pressure.py"),
     ),
     Mutant(
-        "what is let go of on a mesh is told with its next operation only",
+        "a read of one worker does not come after what its mesh was given",
         "distruntime/log/node.py",
-        "                if mesh.freed:",
-        "                if mesh.freed and mesh.active:",
-        ("tests/log/test_moments.py", "tests/mesh/test_mesh_uses.py"),
+        "            if self.overtaken:\n",
+        "            if self.overtaken and self.order is not None:\n",
+        ("tests/mesh/test_mesh.py", "tests/log/test_moments.py"),
     ),
     Mutant(
         "what is called when a segment has run is called only if it is the log's own",
@@ -99,7 +99,7 @@ MUTANTS = [
         "distruntime/log/line.py",
         "or not 0 <= part < len(call.lines)",
         "or not 0 < part < len(call.lines)",
-        ("tests/programs/test_replays.py", "tests/session/test_called_from.py"),
+        ("tests/programs/test_parts.py", "tests/programs/test_hard_times.py"),
     ),
     # -- operators and tensors -------------------------------------------------------------------------------
     Mutant(
@@ -142,7 +142,7 @@ MUTANTS = [
         "distruntime/operators/transfer.py",
         "issue_bytes(head, data if lasts else bytes(data), fresh",
         "issue_bytes(head, data, fresh",
-        ("tests/tensors/test_reading.py", "tests/session/test_place_device.py"),
+        ("tests/tensors/test_reading.py", "tests/operators/test_feasibility.py"),
     ),
     Mutant(
         "a value that is read has no strides of its own",
@@ -177,7 +177,7 @@ MUTANTS = [
         "distruntime/tensors/tensor.py",
         "offset = self._handle.spec.offset * self.element_size()",
         "offset = self._handle.spec.offset",
-        ("tests/backend/test_storages.py", "tests/backend/test_as_written.py"),
+        ("tests/backend/test_torch_save.py",),
     ),
     # -- the wire and the session ----------------------------------------------------------------------------
     Mutant(
@@ -509,10 +509,10 @@ MUTANTS = [
     ),
     Mutant(
         "a poisoned value goes through a collective as zeros",
-        f"{_WORKER}/collectives/groups.py",
-        "        self.tainted(sequence, failure)\n        self.tell_of_taint",
-        "        self.tell_of_taint",
-        ("tests/collectives/test_group_failures.py",),
+        f"{_WORKER}/collectives/taking_part.py",
+        "begun.group.taint(begun.sequence, cause, self.node, self._tell)",
+        "begun.group.tainted(begun.sequence, cause)",
+        ("tests/collectives/test_groups.py",),
     ),
 ]
 

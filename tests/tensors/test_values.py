@@ -127,9 +127,12 @@ def test_indexing(device: str) -> Any:
 
 @agrees
 def test_shapes_that_depend_on_data(device: str) -> Any:
-    x = torch.tensor([3, 0, 3, 1, 0]).to(device)
+    x, y = torch.tensor([3, 0, 3, 1, 0]).to(device), torch.tensor([0, 0, 0, 2, 0]).to(device)
     return (
         x.nonzero(),
+        # The call is known by now, and gives another shape all the same.
+        y.nonzero(),
+        y[y > 0],
         x.unique(return_counts=True, return_inverse=True),
         x[x > 0],
         torch.bincount(x),

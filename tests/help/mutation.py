@@ -105,9 +105,6 @@ class Tree:
                 os.killpg(process.pid, signal.SIGKILL)
             said, _ = process.communicate()
             said += f"\nthe tests did not end within {limit:g} s"
-        # Pytest says 5 where no test is left, and 2 to 4 where it could not run one.
-        if process.returncode in (2, 3, 4, 5) and not _FAILED.search(said):
-            raise RuntimeError(f"pytest ran none of {' '.join(tests)}:\n{said[-2000:]}")
         return _FAILED.findall(said), said
 
 

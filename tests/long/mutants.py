@@ -270,7 +270,7 @@ MUTANTS = [
         "distruntime/guards/guards.py",
         '            "list(map(grad, tensors)) == gradients",\n',
         "",
-        ("tests/programs/test_replays.py", "tests/programs/test_traps.py"),
+        ("tests/programs/test_states.py", "tests/programs/test_replays.py"),
     ),
     Mutant(
         "somebody may hold what a replay changes",
@@ -291,14 +291,14 @@ MUTANTS = [
         "distruntime/programs/plan.py",
         "        if self._changed_arguments:\n",
         "        if self._changed_arguments and changed:\n",
-        ("tests/programs/test_replays.py", "tests/programs/test_traps.py"),
+        ("tests/programs/test_replays.py",),
     ),
     Mutant(
         "a replay counts two steps of an optimizer",
         "distruntime/programs/plan.py",
         "torch._foreach_add_(self._steps, 1)",
         "torch._foreach_add_(self._steps, 2)",
-        ("tests/programs/test_steps.py", "tests/programs/test_replays.py"),
+        ("tests/programs/test_traps.py",),
     ),
     Mutant(
         "an argument that the function also finds by itself may be another one",
@@ -470,14 +470,14 @@ MUTANTS = [
         "        if segment.seq != self.executor.received + 1:",
         "if segment.seq < self.executor.received:\n            return\n"
         "        if segment.seq > self.executor.received + 1:",
-        ("tests/log/test_log.py", "tests/session/test_interrupts.py"),
+        ("tests/log/test_log.py",),
     ),
     Mutant(
         "who knows a session's name may come back to it",
         f"{_WORKER}/session/admission.py",
         'case "again" if found is not None and compare_digest(found.token, hello.token):',
         'case "again" if found is not None:',
-        ("tests/cluster/test_sessions.py", "tests/cluster/test_cuts.py"),
+        ("tests/cluster/test_sessions.py",),
     ),
     Mutant(
         "a recorded composite can go backward once",

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Nothing but these lines tells of a test: pytest's exit code also says that a run has left a process behind.
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S.*?)(?: - .*)?$", re.MULTILINE)
 # A mistake may let a test wait for ever, so a test has so many seconds, and so have all of a mutant's tests.
-_TEST_LIMIT, _LIMIT = 90, 400
+_TEST_LIMIT, _LIMIT = 90, 600
 
 
 class Mutant(NamedTuple):

@@ -141,6 +141,15 @@ def test_shapes_that_depend_on_data(device: str) -> Any:
     )
 
 
+@agrees
+def test_views_see_what_is_sent_into_their_memory(device: str) -> Any:
+    x, y = torch.zeros(2, 3).to(device), torch.zeros(2, 3).to(device)
+    flat, row = x.view(-1), y[1]
+    x.copy_(torch.arange(6.0).view(2, 3))
+    row.copy_(torch.ones(3))
+    return x, flat, y, row
+
+
 def test_small_tensors_that_were_sent_can_grow(session: object) -> None:
     """Their memory was that of a message where it happened to begin at a multiple of 64 bytes."""
     sent = [torch.full((k,), 1.0).to(REMOTE) for k in range(1, 33)]

@@ -15,7 +15,7 @@
 #   make piece    a piece of the lanes that take long, another one at each commit: it is what CI runs of them
 #   make lanes    all of these that check, one after the other, with a line for each: many hours
 #   make long     what takes hours: every dtype of op_db, its wrong inputs, every architecture of transformers, an hour of fuzzing, 200 faults, half an hour
-#                 of soak, 24,000 random programs, 200 random programs of dr.program
+#                 of soak, 24,000 random programs, 200 random programs of dr.program, 60 mistakes that the suite must notice
 # PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" takes torch's CPU build (0.2 GB instead of 3 GB with CUDA).
 
 PYTHON := $(firstword $(foreach p,$(PYTHON) python3 python3.13 python3.12 python3.11 python3.10,\
@@ -82,6 +82,7 @@ long: .venv/.tests
 	PYTHONPATH=tests/help $(BIN)/python tests/long/op_db_dtypes.py
 	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/error_inputs.py
 	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/mistakes.py
+	PYTHONPATH=tests/help $(BIN)/python tests/long/mutants.py
 	PYTHONPATH=tests/help $(BIN)/python tests/long/transformers_many.py
 	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/fuzz_hour.py
 	PYTHONPATH=.:worker:tests/help OMP_NUM_THREADS=1 $(BIN)/python tests/long/chaos.py --seed 0 --faults 200

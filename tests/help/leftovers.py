@@ -19,8 +19,9 @@ from processes import until
 # So many seconds processes have to end that are just ending.
 _PATIENCE = 30.0
 _SHARED = Path("/dev/shm")
-# torch keeps what it has compiled there for later processes of this user.
-_OTHERS = ("torchinductor_",)
+# These are not ours. torch keeps what it has compiled there for later processes of this user, and torchrun the
+# logs of its ranks. Python's multiprocessing leaves its folder where a test has killed the process.
+_OTHERS = ("torchinductor_", "torchelastic_", "pymp-")
 
 
 class Leftovers:
@@ -70,7 +71,8 @@ class Leftovers:
         for path in sorted(self.folder.iterdir()):
             kept = (self.tests, self.folder / "state", self.folder / "config")
             if path not in kept and not path.name.startswith(_OTHERS):
-                yield f"{'the folder' if path.is_dir() else 'the file'} {path.name}"
+                inside = ", ".join(sorted(os.listdir(path))[:5]) if path.is_dir() else ""
+                yield f"{'the folder' if path.is_dir() else 'the file'} {path.name} ({inside})"
         for path in self.folder.glob("state/**/*"):
             if path.is_socket():
                 yield f"the socket {path.relative_to(self.folder)}"

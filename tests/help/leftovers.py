@@ -19,8 +19,8 @@ from processes import until
 # So many seconds processes have to end that are just ending.
 _PATIENCE = 30.0
 _SHARED = Path("/dev/shm")
-# These are not ours. torch keeps what it has compiled there for later processes of this user, and torchrun the
-# logs of its ranks. Python's multiprocessing leaves its folder where a test has killed the process.
+# These are not ours. torch keeps there what it has compiled for later processes of this user, and torchrun
+# keeps the logs of its ranks. Python's multiprocessing leaves its folder where a test has killed the process.
 _OTHERS = ("torchinductor_", "torchelastic_", "pymp-")
 
 

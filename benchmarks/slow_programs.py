@@ -6,6 +6,7 @@ optimizer that counts its steps here. Each loop begins with a new program, so it
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,8 @@ import distruntime as dr
 from .harness import Figure, in_turn, seconds
 
 _BATCH, _STEPS, _FOLDS = 32, 100, 3
+# So many plain calls stand against five that are recorded.
+_RECORDED = 50
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # It makes a step, and returns the step and what is called behind each one.
 Making = Callable[[], tuple[Step, Callable[[], object]]]
@@ -101,13 +104,45 @@ def _figure(what: str, make: Making, folds: int, steps: int, bar: float | None, 
     return Figure(f"{what}, as a program / plain", ratio, "x", bar, note)
 
 
+def _recording(layers: int, rounds: int) -> Figure:
+    """Compare a call that is recorded with the plain call. Each is this process's own processor time."""
+    sizes = [10, *[64] * (layers - 1), 1]
+    parts = [part for a, b in zip(sizes, sizes[1:]) for part in (nn.Linear(a, b), nn.ReLU())]
+    model = nn.Sequential(*parts[:-1]).to("remote")
+    step = _step_of(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+    x, y = torch.randn(_BATCH, 10).to("remote"), torch.randn(_BATCH).to("remote")
+
+    def cost(work: Callable[[], object], times: int) -> float:
+        dr.synchronize()
+        began = time.process_time()
+        for _ in range(times):
+            work()
+        return (time.process_time() - began) / times
+
+    def recorded() -> None:
+        program = dr.program(step)
+        program(x, y)
+        assert program.recordings == 1, program.why
+
+    cost(lambda: step(x, y), 20), cost(recorded, 3)
+    ratio, ours, theirs = in_turn(
+        lambda: cost(recorded, 5), lambda: cost(lambda: step(x, y), _RECORDED), rounds
+    )
+    note = f"{ours * 1e3:.1f} ms, plain {theirs * 1e3:.2f} ms; processor time of this process"
+    return Figure(
+        f"a recording of a step of an MLP of {layers} layers / the plain call", ratio, "x", None, note
+    )
+
+
 def measure(quick: bool) -> list[Figure]:
-    """Return the figures of loops in which a recording is much of the time."""
+    """Return the figures of recordings, and of loops in which a recording is much of the time."""
     rounds = 3 if quick else 9
     with dr.init_master_worker(world_size=1, quiet=True), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         folds = f"a model for each of {_FOLDS} folds"
         return [
+            _recording(3, rounds),
+            _recording(12, rounds),
             _figure(f"{_STEPS} steps, OneCycleLR, AdamW(fused)", one_cycle, 1, _STEPS, 1.05, rounds),
             _figure(f"{_STEPS} slices of one tensor, SGD", sgd, 1, _STEPS, 1.05, rounds),
             _figure(f"{folds} of 100 steps", sgd, _FOLDS, 100, 1.05, rounds),

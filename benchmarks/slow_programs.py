@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -104,34 +106,39 @@ def _figure(what: str, make: Making, folds: int, steps: int, bar: float | None, 
     return Figure(f"{what}, as a program / plain", ratio, "x", bar, note)
 
 
-def _recording(layers: int, rounds: int) -> Figure:
-    """Compare a call that is recorded with the plain call. Each is this process's own processor time."""
+def _addition() -> Callable[[], object]:
+    x = torch.ones(20, 20, device="remote")
+    return lambda: x + 1
+
+
+def _mlp(layers: int) -> Callable[[], object]:
+    """Return a step of an MLP on a worker, with AdamW."""
     sizes = [10, *[64] * (layers - 1), 1]
-    parts = [part for a, b in zip(sizes, sizes[1:]) for part in (nn.Linear(a, b), nn.ReLU())]
+    parts = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
     model = nn.Sequential(*parts[:-1]).to("remote")
     step = _step_of(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
-    x, y = torch.randn(_BATCH, 10).to("remote"), torch.randn(_BATCH).to("remote")
+    return partial(step, torch.randn(_BATCH, 10).to("remote"), torch.randn(_BATCH).to("remote"))
 
-    def cost(work: Callable[[], object], times: int) -> float:
+
+def _recording(what: str, work: Callable[[], object], rounds: int) -> Figure:
+    """Compare a call that is recorded with the plain call. Each is this process's own processor time."""
+
+    def cost(once: Callable[[], object], times: int) -> float:
         dr.synchronize()
         began = time.process_time()
         for _ in range(times):
-            work()
+            once()
         return (time.process_time() - began) / times
 
     def recorded() -> None:
-        program = dr.program(step)
-        program(x, y)
+        program = dr.program(work)
+        program()
         assert program.recordings == 1, program.why
 
-    cost(lambda: step(x, y), 20), cost(recorded, 3)
-    ratio, ours, theirs = in_turn(
-        lambda: cost(recorded, 5), lambda: cost(lambda: step(x, y), _RECORDED), rounds
-    )
+    cost(work, 20), cost(recorded, 3)
+    ratio, ours, theirs = in_turn(lambda: cost(recorded, 5), lambda: cost(work, _RECORDED), rounds)
     note = f"{ours * 1e3:.1f} ms, plain {theirs * 1e3:.2f} ms; processor time of this process"
-    return Figure(
-        f"a recording of a step of an MLP of {layers} layers / the plain call", ratio, "x", None, note
-    )
+    return Figure(f"a recording of {what} / the plain call", ratio, "x", None, note)
 
 
 def measure(quick: bool) -> list[Figure]:
@@ -141,8 +148,9 @@ def measure(quick: bool) -> list[Figure]:
         warnings.simplefilter("ignore", UserWarning)
         folds = f"a model for each of {_FOLDS} folds"
         return [
-            _recording(3, rounds),
-            _recording(12, rounds),
+            _recording("one addition", _addition(), rounds),
+            _recording("a step of an MLP of 3 layers", _mlp(3), rounds),
+            _recording("a step of an MLP of 12 layers", _mlp(12), rounds),
             _figure(f"{_STEPS} steps, OneCycleLR, AdamW(fused)", one_cycle, 1, _STEPS, 1.05, rounds),
             _figure(f"{_STEPS} slices of one tensor, SGD", sgd, 1, _STEPS, 1.05, rounds),
             _figure(f"{folds} of 100 steps", sgd, _FOLDS, 100, 1.05, rounds),

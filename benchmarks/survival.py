@@ -112,7 +112,7 @@ def _death(seconds: float) -> list[Figure]:
             "a worker's death, until it is an error / until a bare pipe ends",
             until / floor,
             "x",
-            None,
+            10.0,
             f"kill -9 of one of three under load: {until * 1e3:.1f} ms, pipe {floor * 1e3:.1f} ms",
         ),
         Figure(

@@ -1,15 +1,17 @@
 # Each target makes .venv on first use and keeps it; it is brought up to date when pyproject.toml or constraints.txt change.
 #   make demo     train a small network on a worker, on this machine
 #   make test     the suite, as CI runs it          make test ARGS="-k rfc -x"
-#   make test-all the suite with its slow tests, each of which takes more than 10 s
+#   make test-all the suite with its slow tests: the whole databases, all examples, what takes more than 2 s
 #   make check    format, lint, types, layers, links: before every commit
 #   make rooms    the rooms of both packages, and which imports which
 #   make docs     the documentation as a site, in build/docs; a warning is an error
 #   make bench    the figures of the README and docs/design.md; ARGS="--against REV" has them of another commit and of this tree
 #   make gpu      27 checks on a machine with a GPU and its figures, in ten minutes; nothing is downloaded
 #   make accelerator  the GPU's path on an accelerator that is simulated: it needs a C++ compiler, and says so without one
-#   make ecosystem  a script for each of 41 libraries, here and on a worker, in a venv of their own: some five minutes
+#   make ecosystem  a script for each of 43 libraries, here and on a worker, in a venv of their own: some five minutes
 #   make torch-tests  PyTorch's own tests on remote tensors and in dr.spmd, a sample of them: some 20 minutes
+#   make examples  every example, with those that take long
+#   make piece    a piece of the lanes that take long, another one at each commit: it is what CI runs of them
 #   make lanes    all of these that check, one after the other, with a line for each: many hours
 #   make long     what takes hours: every dtype of op_db, its wrong inputs, every architecture of transformers, an hour of fuzzing, 200 faults, half an hour
 #                 of soak, 24,000 random programs, 200 random programs of dr.program
@@ -32,8 +34,13 @@ demo: .venv/.demo
 # that they are kept, which took a third of the time to collect the tests.
 KEPT := PYTHONDONTWRITEBYTECODE=
 
+# The tests of form are a part of `make check`. WITHOUT_FORM=1 leaves them out of `make test`, for who runs both.
+FORM := tests/test_layering.py tests/test_exports.py tests/wire/test_protocol_doc.py tests/test_links.py \
+	tests/test_words.py
+
 test: .venv/.tests
-	$(KEPT) $(BIN)/python -m pytest -n $(PROCESSES) --dist $(DIST) -m "not slow" $(ARGS)
+	$(KEPT) $(BIN)/python -m pytest -n $(PROCESSES) --dist $(DIST) -m "not slow" \
+		$(if $(WITHOUT_FORM),$(FORM:%=--ignore=%)) $(ARGS)
 
 test-all: .venv/.tests
 	$(KEPT) $(BIN)/python -m pytest -n $(PROCESSES) --dist $(DIST) $(ARGS)
@@ -42,8 +49,7 @@ check: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_layering.py tests/test_exports.py tests/wire/test_protocol_doc.py \
-		tests/test_links.py tests/test_words.py
+	$(BIN)/python -m pytest -q $(FORM)
 
 docs: .venv/.docs
 	$(BIN)/python -m sphinx -W --keep-going -q -c docs . build/docs
@@ -54,6 +60,9 @@ rooms: .venv/.tests
 
 bench: .venv/.tests
 	$(BIN)/python -m benchmarks $(ARGS)
+
+examples: .venv/.tests
+	$(KEPT) $(BIN)/python -m pytest -n $(PROCESSES) --dist $(DIST) tests/test_examples.py $(ARGS)
 
 # It installs nothing from a registry: it takes the Python that has torch with a GPU, and says which wheels to
 # bring where one of our packages is missing. PYTHON=/path/to/python3 names that Python.
@@ -82,8 +91,19 @@ long: .venv/.tests
 	PYTHONPATH=.:worker:tests/help OMP_NUM_THREADS=1 $(BIN)/python tests/long/recorded.py --programs 200 --calls 25
 	$(BIN)/python tests/accelerator/run.py --programs 5000 -k random_programs
 
+# These see that a lane runs, on a machine that has not what its figures need.
+gpu-simulated: .venv/.tests
+	$(KEPT) $(BIN)/python tests/gpu/checks --simulate-cuda 2
+
+bench-quick: .venv/.tests
+	$(BIN)/python -m benchmarks --quick
+
+# ARGS=--list prints them, ARGS="gpu examples" runs these.
+piece: .venv/.tests
+	$(BIN)/python .ci/pieces.py $(ARGS)
+
 # It goes on behind a lane that fails, and fails at the end. ARGS="docs accelerator" runs some of them.
-LANES = $(or $(ARGS),check docs test-all accelerator ecosystem torch-tests long)
+LANES = $(or $(ARGS),check docs test-all accelerator gpu-simulated examples bench-quick ecosystem torch-tests long)
 
 lanes:
 	@mkdir -p build/lanes; failed=0; \
@@ -109,6 +129,16 @@ ecosystem: .venv-ecosystem/.libraries
 		-r tests/ecosystem/libraries.txt -e '.[tests]'
 	@touch $@
 
+# It installs these libraries alone, and runs their scripts: LIBRARIES="timm peft". Where nothing can be downloaded, not
+# even the smallest of them, it says that it cannot run.
+ecosystem-some: .venv/bin/pip
+	@$(PYTHON) -m venv .venv-ecosystem
+	@.venv-ecosystem/bin/pip install $(PIP_FLAGS) -qq --disable-pip-version-check -c constraints.txt \
+		-c tests/ecosystem/libraries.txt $(LIBRARIES) -e '.[tests]' \
+		|| { $(BIN)/pip download -qq --no-deps -d build/downloaded einops && exit 1; } \
+		|| { echo "cannot run here: no package can be downloaded"; exit 1; }
+	$(KEPT) .venv-ecosystem/bin/python tests/ecosystem/run.py $(LIBRARIES)
+
 # PyTorch's test files are downloaded (33 MB), or TORCH_TESTS=/path/to/pytorch/test names them.
 # ARGS="--all" runs all of them, ARGS="test_linalg" those with it in their names.
 torch-tests: .venv/.torch-tests
@@ -123,4 +153,5 @@ torch-tests: .venv/.torch-tests
 	@$(BIN)/pip install $(PIP_FLAGS) -qq --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
 
-.PHONY: demo test test-all check rooms docs bench gpu accelerator ecosystem torch-tests long lanes
+.PHONY: demo test test-all check rooms docs bench bench-quick examples gpu gpu-simulated accelerator ecosystem ecosystem-some
+.PHONY: torch-tests long lanes piece

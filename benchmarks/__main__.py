@@ -1,6 +1,7 @@
 """Run the benchmarks and print their figures: `python -m benchmarks [NAME ...] [--quick] [--against REV]`.
 
-Ends with status 1 if a figure is on the wrong side of its bar. `against` has the run of two commits in turn.
+Ends with status 1 if a figure is on the wrong side of its bar, except with `--quick`. `against` has the run
+of two commits in turn.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ def main() -> int:
         found = measure(name, asked.quick)
         print(as_json(name, found) if asked.json else "\n".join(map(row, found)), flush=True)
         passed &= all(figure.passed for figure in found)
-    return 0 if passed else 1
+    # Few rounds say whether a benchmark runs, and not on which side of its bar a figure is.
+    return 0 if passed or asked.quick else 1
 
 
 if __name__ == "__main__":

@@ -40,7 +40,9 @@ def missing(package: str, name: str, names: Sequence[str]) -> str:
     text = f"module {package!r} has no attribute {name!r}"
     if name in _COMMANDS:
         return f"{text}. It is a command: python -m {package} {name}"
-    alike = difflib.get_close_matches(name, names, n=1)
+    # Libraries ask each module for such names: pytest a thousand times, 3 ms each.
+    private = name.startswith("_")
+    alike = [] if private else difflib.get_close_matches(name, names, n=1)
     return f"{text}. Did you mean {alike[0]!r}?" if alike else text
 
 

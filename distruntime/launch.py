@@ -17,7 +17,6 @@ from .cluster.commands import dialled_at
 from .cluster.local_workers import LocalLauncher
 from .cluster.log_files import log_folder
 from .cluster.named_sessions import folder
-from .cluster.scratch import scratch_folder
 from .errors import ConfigurationError, DistruntimeError
 from .launching import kubernetes, ranks, slurm
 from .launching.job import Job, Meeting, run
@@ -26,6 +25,7 @@ from .launching.script import Script, command
 from .session.launcher import Launcher, LaunchSpec
 from .wire.deadlines import CONNECT, UNREACHABLE
 from .wire.keys import KeyPair, choose, default_path, needs_key
+from .wire.scratch import remove, scratch_folder
 
 # Without -n so many workers start here.
 _COUNT = 2
@@ -67,7 +67,7 @@ def _say(text: str) -> None:
 
 
 def _here(options: argparse.Namespace, words: list[str]) -> int:
-    count, directory = options.count or _COUNT, scratch_folder()
+    count, directory = options.count or _COUNT, scratch_folder("launch", sockets=True)
     listen = options.listen or f"ipc://{directory}/master"
     key = options.key
     if key is None and needs_key(listen):
@@ -97,7 +97,7 @@ def _on_hosts(options: argparse.Namespace, words: list[str]) -> int:
 
 def _on_ray(options: argparse.Namespace, words: list[str]) -> int:
     actors = importlib.import_module(".launching.ray_actors", __package__)
-    directory = scratch_folder()
+    directory = scratch_folder("launch", sockets=True)
     meeting = _over_tcp(options, options.count or _COUNT, directory)
     return _run(options, words, actors.RayLauncher(gpus=options.gpus), meeting, directory)
 
@@ -118,7 +118,9 @@ def _in_allocation(options: argparse.Namespace, words: list[str], found: slurm.A
         # The machines of an allocation share the user's folders, and the key with them.
         after.callback(shutil.rmtree, shared, ignore_errors=True)
         meeting = _over_tcp(options, found.count, shared, alone=alone)
-        job = _job(options, words, slurm.SlurmLauncher(found), meeting, scratch_folder())
+        job = _job(
+            options, words, slurm.SlurmLauncher(found), meeting, scratch_folder("launch", sockets=True)
+        )
         job.before_limit = queue_again if options.requeue else None
         return _run_job(job)
 
@@ -180,7 +182,7 @@ def _run_job(job: Job) -> int:
     try:
         return run(job, os.environ)
     finally:
-        shutil.rmtree(job.spec.directory, ignore_errors=True)
+        remove(job.spec.directory)
 
 
 # -- what others start ---------------------------------------------------------------------------------------

@@ -65,18 +65,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Let the suite fail if it has left a note, a process or shared memory.
-
-    Name the folders that it has left. What a test kills cannot remove its own: the product's next start does.
-    """
+    """Let the suite fail if it has left a note, a process, shared memory, a folder or a socket."""
     if not _leftovers:
         return
     dr.shutdown()
     gc.collect()
-    left, folders = _leftovers[0].found(), _leftovers[0].folders()
+    left = _leftovers[0].found()
     _leftovers.pop().end()
-    if folders:
-        print("\nremoved with the suite's folder: " + ", ".join(folders), file=sys.stderr)
     if left:
         print("\nthe suite has left:\n  " + "\n  ".join(left), file=sys.stderr)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

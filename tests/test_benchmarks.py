@@ -88,6 +88,7 @@ def test_a_tree_that_cannot_run_a_benchmark_says_why_in_its_row(tmp_path: Path) 
 
 
 @in_git
+@pytest.mark.slow(reason="starts the benchmarks, 3 s")
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     with _against(tmp_path, "operation", "--quick", "--against", "HEAD") as process:
         assert process.stdout is not None

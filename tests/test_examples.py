@@ -77,6 +77,13 @@ TWINS = {
     "20_ddp",
 }
 LONG = {
+    "17_cut_convolution": "imports torch and starts two workers, 8 s of a processor",
+    "09_mesh": "imports torch and starts four workers, 8 s of a processor",
+    "08_own_channel": "imports torch and starts two workers, 8 s of a processor",
+    "07_pipeline": "imports torch and starts two workers, 8 s of a processor",
+    "06_data_parallel": "imports torch and starts two workers, 8 s of a processor",
+    "05_streams": "imports torch and starts two workers, 8 s of a processor",
+    "03_explore": "imports torch and starts a prompt and two workers, 8 s of a processor",
     "04_gpt": "trains a language model for 250 steps, 20 s of a core",
     "10_tensor_parallel": "trains a Llama that is cut over a mesh, 11.5 s in the suite",
     "11_fsdp": "trains a sharded model, 10.4 s in the suite",
@@ -94,7 +101,7 @@ LONG = {
 
 
 def marked(example: Path) -> object:
-    """Return an example as a parameter; one that takes more than 10 s is marked."""
+    """Return an example as a parameter; one that takes long is marked."""
     slow = [pytest.mark.slow(reason=LONG[example.stem])] if example.stem in LONG else []
     return pytest.param(example, id=example.stem, marks=slow)
 
@@ -138,6 +145,7 @@ def test_the_demo_of_a_wheel_is_the_example(tmp_path: Path) -> None:
     assert run("-c", command, folder=tmp_path) == "the demo of __main__\n"
 
 
+@pytest.mark.slow(reason="trains the demo, 20 s")
 def test_the_demo_runs_without_a_clone_in_mind(tmp_path: Path) -> None:
     printed = run("-m", "distruntime", "demo", folder=tmp_path)
     check_digits(printed, tmp_path)
@@ -160,6 +168,7 @@ def test_the_repl_has_a_session(tmp_path: Path) -> None:
     assert "sum 6 True" in run("-m", "distruntime", "repl", "--world-size", "1", folder=tmp_path, stdin=LINES)
 
 
+@pytest.mark.slow(reason="starts a prompt and its workers, 8 s")
 def test_the_repl_does_without_ipython(tmp_path: Path) -> None:
     start = (
         "import sys; sys.modules['IPython'] = None; from distruntime.__main__ import main; "
@@ -168,6 +177,7 @@ def test_the_repl_does_without_ipython(tmp_path: Path) -> None:
     assert "sum 6 True" in run("-c", start, folder=tmp_path, stdin=LINES)
 
 
+@pytest.mark.slow(reason="starts a prompt, 3 s")
 def test_a_repl_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
     path = os.pathsep.join([str(ROOT), str(ROOT / "worker")])
     command = [sys.executable, "-m", "distruntime", "repl", "nonsense://here"]

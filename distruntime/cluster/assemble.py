@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,6 +26,7 @@ from ..wire.channel import Channel
 from ..wire.deadlines import UNREACHABLE
 from ..wire.keys import KeyPair, choose, default_path, is_local, warn_of_strangers
 from ..wire.messages import Detach, Goodbye
+from ..wire.scratch import hold, let_go, remove, scratch_folder
 from ..wire.units import span
 from .commands import dialled_at, worker_command
 from .connection import Connection
@@ -34,7 +34,6 @@ from .connector import Connector, refuses
 from .local_workers import LocalLauncher
 from .log_files import log_folder
 from .named_sessions import Entry, delete, drop, now, read, write
-from .scratch import scratch_folder
 from .stacks import tell_of_program
 
 log = logging.getLogger("distruntime")
@@ -97,7 +96,7 @@ def start(options: SessionOptions, count: int) -> Session:
     They dial this process, and end with it; those of a named session are dialled, and end with the session.
     """
     if options.name is None:
-        directory = scratch_folder()
+        directory = scratch_folder("session", sockets=True)
         # Nobody else can enter the directory, so no key is needed.
         return _start_and_wait(options, f"ipc://{directory}/master", None, count, directory)
     simulate_cuda = options.simulate_cuda
@@ -117,7 +116,7 @@ def start(options: SessionOptions, count: int) -> Session:
         if (count, simulate_cuda) != (len(before.workers), before.simulate_cuda):
             raise _of_other_size(before, count, simulate_cuda)
         return _attach_local(options, before, [k for k in range(count) if k not in there])
-    directory = scratch_folder()
+    directory = scratch_folder("session", sockets=True, outlives=True)
     addresses = [f"ipc://{directory}/worker-{k}" for k in range(count)]
     entry = Entry(options.name, tuple(addresses), str(directory), "", False, "", simulate_cuda, now())
     return _attach_local(options, entry, range(count))
@@ -157,7 +156,7 @@ def _let_launch(
     options: SessionOptions, session: Session, address: str, keys: KeyPair | None, count: int, directory: Path
 ) -> None:
     """Let a session start workers that dial this process."""
-    session.ending.on_close.append(lambda: shutil.rmtree(directory, ignore_errors=True))
+    session.ending.on_close.append(lambda: remove(directory))
     spec = _spec(options, session.name, directory, count, address, has_key=keys is not None)
     master, launcher = dialled_at(session.channel.address), options.launcher or LocalLauncher()
     session.workers.launch = lambda k: launcher.start(replace(spec, node=k, master=master))
@@ -182,6 +181,8 @@ def _start_missing(connector: Connector) -> None:
 def _attach_local(options: SessionOptions, entry: Entry, fresh: Sequence[int]) -> Session:
     """Attach to the workers of a named session on this machine, after starting those in `fresh`."""
     directory, count = Path(entry.directory), len(entry.workers)
+    # Its workers own it, too. A new one may have to start there when all of them have died.
+    hold(directory)
     modes = ["force new" if k in fresh else options.mode for k in range(count)]
     connector = _connector(options, Channel(silence=options.unreachable), entry.workers, modes)
     session = connector.session
@@ -205,7 +206,8 @@ def _attach_local(options: SessionOptions, entry: Entry, fresh: Sequence[int]) -
             session.workers.start(k)
         _meet(options, connector)
         _note(session, entry)
-        session.ending.on_end.append(lambda: shutil.rmtree(directory, ignore_errors=True))
+        session.ending.on_close.append(lambda: let_go(directory))
+        session.ending.on_end.append(lambda: remove(directory))
     if fresh:
         options.say(f" ready in {time.monotonic() - started:.1f} s\n")
     return session
@@ -272,7 +274,7 @@ def gather_at(options: SessionOptions, address: str, count: int) -> Session:
     # Those of a session that is resumed have been started, and dial in again.
     started = options.mode.endswith("resume") or (noted is not None and noted.listen)
     if options.launcher is not None and not started:
-        return _start_and_wait(options, address, keys, count, scratch_folder())
+        return _start_and_wait(options, address, keys, count, scratch_folder("session", sockets=True))
     channel = Channel(listen=address, keys=keys, silence=options.unreachable)
     connector = _connector(options, channel, [""] * count, [options.mode] * count)
     session = connector.session
@@ -283,7 +285,7 @@ def gather_at(options: SessionOptions, address: str, count: int) -> Session:
     )
     with _all_or_nothing(connector):
         if options.launcher is not None and options.mode.endswith("auto"):
-            _let_launch(options, session, address, keys, count, scratch_folder())
+            _let_launch(options, session, address, keys, count, scratch_folder("session", sockets=True))
             _start_missing(connector)
         _meet(options, connector, f"dial {listening}")
         if options.name is not None:
@@ -294,7 +296,7 @@ def gather_at(options: SessionOptions, address: str, count: int) -> Session:
 
 def attach(options: SessionOptions, addresses: list[str]) -> Session:
     """Attach to running daemons, and to workers that ssh reaches, which are started where they do not run."""
-    directory = scratch_folder() if need_ssh(addresses) else None
+    directory = scratch_folder("session", sockets=True) if need_ssh(addresses) else None
     with _removed_unless_done(directory):
         by_ssh = None
         if directory is not None:
@@ -310,7 +312,7 @@ def attach(options: SessionOptions, addresses: list[str]) -> Session:
     with _all_or_nothing(connector, directory), nullcontext() if by_ssh is None else by_ssh.older_ones_stay():
         if by_ssh is not None:
             assert directory is not None
-            session.ending.on_close.append(lambda: shutil.rmtree(directory, ignore_errors=True))
+            session.ending.on_close.append(lambda: remove(directory))
             spec = _spec(options, session.name, directory, len(addresses), "", has_key=False)
             by_ssh.start(
                 session,
@@ -463,7 +465,7 @@ def _removed_unless_done(directory: Path | None) -> Iterator[None]:
         yield
     except BaseException:
         if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
+            remove(directory)
         raise
 
 
@@ -487,7 +489,7 @@ def _all_or_nothing(connector: Connector, directory: Path | None = None) -> Iter
         for callback in session.ending.on_close:
             callback()
         if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
+            remove(directory)
         raise
 
 

@@ -25,6 +25,7 @@ from ..session.screen import voice
 from ..session.session import active, active_session
 from ..wire.deadlines import CONNECT, DIAL, GRACE, KEEP, UNREACHABLE
 from ..wire.descriptors import raise_limit
+from ..wire.scratch import sweep
 from ..wire.shared import warm_malloc
 from .arguments import WORLD_SIZE, Arguments, check, differing, launched, settled
 from .as_cuda import require_free, take_over
@@ -158,6 +159,7 @@ def init_master_worker(
     if as_cuda:
         require_free(as_cuda)
     raise_limit()
+    sweep()
     found = _noted(name, resume is True) if resume and not (workers or listen) and name is not None else None
     install()
     install_data_parallel()

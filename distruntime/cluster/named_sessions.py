@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from ..errors import ConfigurationError
 from ..wire.keys import require_own
+from ..wire.scratch import remove
 
 _FORMAT = 1
 # A name has at most so many characters, as it is a file's name too.
@@ -112,7 +112,7 @@ def drop(entry: Entry) -> None:
     """Drop the entry of a session that has ended, and what its workers on this machine have left."""
     delete(entry.name)
     if entry.directory:
-        shutil.rmtree(entry.directory, ignore_errors=True)
+        remove(Path(entry.directory))
 
 
 def names() -> list[str]:

@@ -43,9 +43,9 @@ from ..wire.messages import BreakGroup, OpenGroup, Plain
 from .data_channels import OF_DEVICES, RELAY, Choice, DataChannels, kind_of, pickled, require_done
 from .mail import Mail
 
-# So many sets of places keep the groups that operations without `group=` made for them. A worker has up to
-# three idle threads for each set that it is in, and opening one again takes some milliseconds. Hundreds of
-# GPUs in tensor and data parallel groups have fewer sets.
+# So many sets of places keep the groups that operations without `group=` made for them, and so many pairs
+# those of copies between them. A worker has up to three idle threads for each set that it is in, and opening
+# one again takes some milliseconds. Hundreds of GPUs in tensor and data parallel groups have fewer sets.
 _MOST_SETS = 128
 
 
@@ -88,6 +88,8 @@ class ProcessGroup:
         self.serial: dict[Node, Storage] = {node: Storage(NO_TENSOR) for node in self.own}
         # The greatest has been used last: see `Groups.of`.
         self.used = 0
+        # It is True of a group for copies, which keep no order with what closes the group.
+        self.copies = False
 
     def __del__(self) -> None:
         # The group lives on until it is closed. This only appends, as the collector may run it inside any
@@ -147,14 +149,15 @@ class Groups:
         self._numbers = count(1).__next__
         self._opening = threading.RLock()
         self._groups: WeakValueDictionary[int, ProcessGroup] = WeakValueDictionary()
-        # Nobody holds these any more. The next `open` closes them.
+        # Nobody holds these any more. The next look closes them: see `close_dropped`.
         self._dropped: list[ProcessGroup] = []
+        # Copies may still go through these, until these positions in the nodes' logs.
+        self._leaving: dict[ProcessGroup, dict[Node, int]] = {}
         # Members of these groups may still be at work, until these positions in the nodes' logs.
         self._closing: dict[ProcessGroup, dict[Node, int]] = {}
         self._by_places: dict[tuple[Place, ...], ProcessGroup] = {}
         self._uses = count(1).__next__
-        # Copies have gone between these pairs of places. Copies keep no order with what closes a group, and
-        # there are few pairs of nodes: these groups stay.
+        # Copies have gone between these pairs of places.
         self._links: dict[tuple[Place, ...], ProcessGroup] = {}
         self._launches: dict[Log, Storage] = {}
         self.meeting = session.meeting = Meeting(session)
@@ -164,6 +167,7 @@ class Groups:
         self.streams: dict[Place, Stream] = {}
         session.on_loss.append(self._lost)
         session.on_broken = self._broken
+        session.on_synchronize.append(self.close_dropped)
 
     def nodes_in(self, number: int) -> list[int]:
         """Return the nodes that have members of an open group; nothing where there is no such group."""
@@ -172,11 +176,13 @@ class Groups:
 
     def _found(self, number: int) -> ProcessGroup | None:
         # The collector clears the weak references to what it drops.
-        return self._groups.get(number) or next((g for g in [*self._dropped] if g.number == number), None)
+        return self._groups.get(number) or next(
+            (g for g in [*self._dropped, *self._leaving] if g.number == number), None
+        )
 
     def _lost(self, node: Node) -> None:
         held = [group for ref in self._groups.valuerefs() if (group := ref()) is not None]
-        for group in [*held, *self._dropped, *self._closing]:
+        for group in [*held, *self._dropped, *self._leaving, *self._closing]:
             if node in group.own:
                 self.end(group, f"{node} {node.failed}")
 
@@ -184,12 +190,31 @@ class Groups:
         self, homes: Sequence[Residence], backend: str | None = None, timeout: float | None = None
     ) -> ProcessGroup:
         """Make a group. Block until every member has joined, at most half a minute; see `new_group`."""
-        # A recorded call must not close what others have dropped: a replay would not.
         with self._opening:
-            while self._dropped and not recorded.name:
-                self.close(self._dropped.pop())
+            self.close_dropped()
         with unrecorded():
             return self._open(homes, backend, timeout)
+
+    def close_dropped(self) -> None:
+        """Close the groups that nobody holds any more. Return at once."""
+        # A recorded call must not close what others have dropped: a replay would not. Another thread that
+        # opens a group looks by itself, and may take long.
+        if not (self._dropped or self._leaving) or recorded.name or not self._opening.acquire(blocking=False):
+            return
+        try:
+            while self._dropped:
+                group = self._dropped.pop()
+                if group.copies:
+                    # Whoever issued one has held the group until then, so all of them stand before.
+                    self._leaving[group] = {node: node.base + len(node.words) for node in group.own}
+                else:
+                    self.close(group)
+            for group, ends in list(self._leaving.items()):
+                if all(node.failed is not None or node.acknowledged >= at for node, at in ends.items()):
+                    del self._leaving[group]
+                    self.close(group)
+        finally:
+            self._opening.release()
 
     def _open(self, homes: Sequence[Residence], backend: str | None, timeout: float | None) -> ProcessGroup:
         session, limit = self.session, GROUP.get() if timeout is None else timeout
@@ -266,7 +291,10 @@ class Groups:
                 Residence(Place(home.place.node, "cpu"), home.node, UNNUMBERED, _unnumbered)
                 for home in (here, there)
             )
-        return self._kept(self._links, (here, there))
+        group = self._kept(self._links, (here, there))
+        group.copies = True
+        self.close_dropped()
+        return group
 
     def of(self, homes: Sequence[Residence]) -> ProcessGroup:
         """Return the group of just these places.
@@ -285,6 +313,8 @@ class Groups:
             # Whoever made a group has shown that its places exist and differ. A new one has yet to show it.
             return self.of(homes_of(self.session, places))
         found.used = self._uses()
+        if self._dropped:
+            self.close_dropped()
         return found
 
     def _kept(self, kept: dict[tuple[Place, ...], ProcessGroup], homes: Sequence[Residence]) -> ProcessGroup:
@@ -299,7 +329,7 @@ class Groups:
                 found = kept.get(places)
                 if found is None or found.closed or found.broken:
                     # What falls out is closed below, unless somebody holds it.
-                    while kept is self._by_places and len(kept) >= _MOST_SETS:
+                    while len(kept) >= _MOST_SETS:
                         kept.pop(min(kept, key=lambda places: kept[places].used))
                     found = kept[places] = self.open(homes)
         found.used = self._uses()

@@ -7,15 +7,14 @@ import importlib.util
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Protocol, final
 
 from ..errors import ConfigurationError, ConnectionFailed
 from ..session.launcher import Launcher, LaunchSpec, WorkerProcess
 from ..wire.keys import KeyPair
+from ..wire.scratch import scratch_folder
 
 # Ray has so many seconds to say that there is a cluster, and an actor so many to answer.
 _CLUSTER, _ANSWER = 30.0, 5.0
@@ -44,7 +43,7 @@ class Host:
     """The actor: it starts a worker, and tells how it ends. The worker ends with it, in any case."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], key: bytes) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="distruntime-ray-"))
+        folder = scratch_folder("ray")
         self._log = folder / "worker.log"
         words = [sys.executable, "-m", "distruntime_worker", *arguments, "--local", str(os.getpid())]
         with self._log.open("ab") as output:

@@ -1,9 +1,9 @@
 """The other end of an ssh connection: it starts a worker on its machine and ends it.
 
-It tells what becomes of the worker. The master sends this file's text through ssh, so it imports Python's own
-library alone. A connection has an agent of its own. The worker outlives it: when the connection is cut, the
-next one's agent finds the worker by its folder. A process beside the worker waits for the worker's end and
-notes it.
+It tells what becomes of the worker. The master sends this file's text through ssh, and that of
+`distruntime.wire.scratch`. So both import Python's own library alone. A connection has an agent of its own.
+The worker outlives it: when the connection is cut, the next one's agent finds the worker by its folder. A
+process beside the worker waits for the worker's end and notes it.
 
 Each line on standard input is a request in JSON. Each line on standard output that begins with the mark is an
 answer or some news.
@@ -21,11 +21,13 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
+
+from distruntime.wire.scratch import let_go, lock_of, scratch_folder
 
 # What the master reads begins with it.
 MARK = "distruntime> "
@@ -100,6 +102,7 @@ def remove(folder: str) -> None:
     with suppress(OSError):
         os.rename(folder, folder + ".gone")
     shutil.rmtree(folder + ".gone", ignore_errors=True)
+    let_go(Path(folder))
     if os.path.basename(os.path.dirname(folder)) == "ssh":
         # The folders of sessions that have names were made for them, and go with the last one.
         with suppress(OSError):
@@ -160,8 +163,8 @@ class Agent:
             os.makedirs(parent, mode=0o700, exist_ok=True)
             os.mkdir(self.folder, 0o700)
         else:
-            sweep()
-            self.folder = tempfile.mkdtemp(prefix="distruntime-ssh-")
+            # The worker outlives this process.
+            self.folder = str(scratch_folder("ssh", outlives=True))
         where = ["--listen", "tcp://127.0.0.1:0", "--data-address", address or reached_at()]
         self.run([*arguments, *where], {**os.environ, **environment}, key)
         say(started=self.folder, found=False)
@@ -203,6 +206,8 @@ class Agent:
                 env=environment,
                 # Python looks for modules in the current folder first, and nobody else writes in this one.
                 cwd=self.folder,
+                # The worker owns the folder, too.
+                pass_fds=() if self.lasting else [lock_of(Path(self.folder))],
             )
         except OSError as error:
             write(os.path.join(self.folder, "ended"), f"could not be started: {error}")
@@ -364,26 +369,6 @@ def end_sshd(sshd: int) -> None:
         # It has ended by now, or it is another user's.
         with suppress(OSError):
             os.kill(sshd, signal.SIGTERM)
-
-
-def sweep() -> None:
-    """Remove the folders of this user whose worker and whose guard have died, as after a power cut."""
-    base = tempfile.gettempdir()
-    for name in os.listdir(base):
-        folder = os.path.join(base, name)
-        if not name.startswith("distruntime-ssh-"):
-            continue
-        try:
-            status = os.lstat(folder)
-        except OSError:
-            continue
-        pid = number(read(os.path.join(folder, "pid")))
-        if (
-            status.st_uid == os.getuid()
-            and time.time() - status.st_mtime > 10 * STAYS
-            and not (pid and alive(pid))
-        ):
-            remove(folder)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import final
 
 from ..errors import ConnectionFailed
+from ..wire import scratch
 from . import ssh_agent
 from .ssh_address import SshAddress
 from .ssh_failures import explained, no_ssh_here
@@ -149,12 +150,15 @@ class SshConnection:
         Raise `ConnectionFailed` if the Python does not start in time.
         """
         source = Path(ssh_agent.__file__).read_text(encoding="utf-8")
+        below, name = Path(scratch.__file__).read_text(encoding="utf-8"), scratch.__name__
         start = f"import sys; print('{MARK}ready', flush=True); exec(sys.stdin.readline())"
         self.send(f"exec {shlex.quote(python)} -u -c {shlex.quote(start)}\n")
         # A shell may read more than the line that it runs, so nothing follows that line yet.
         for line in self.lines(deadline, still):
             if line == "ready":
-                self.send(f"exec({source!a})\n")
+                # The agent finds this module without its package, which may not be there.
+                made = f"import types; made = sys.modules[{name!r}] = types.ModuleType({name!r})"
+                self.send(f"{made}; exec({below!a}, made.__dict__); exec({source!a})\n")
                 return
         raise ConnectionFailed(f"{self.address.shown}: {python} does not start in time")
 

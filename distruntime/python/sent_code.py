@@ -5,14 +5,10 @@ These functions travel to workers.
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import importlib.metadata
 import io
-import json
-import os
 import platform
-import shutil
 import sys
 import tempfile
 import zipfile
@@ -21,9 +17,8 @@ from types import ModuleType
 
 import torch
 
-from distruntime.wire.identity import has_died, process
+from distruntime.wire.scratch import scratch_folder
 
-PREFIX = "distruntime-code-"
 # This module has the state, as each function that travels comes with globals of its own.
 STATE = "_distruntime_shipped"
 
@@ -51,26 +46,11 @@ def install(archive: torch.Tensor, name: str, tops: list[str], digest: str) -> N
 
 
 def _folder(state: ModuleType) -> str:
-    """Return this process's folder for packages. It is removed when the process ends, else by the next one
-    of this user's.
-    """
+    """Return this process's folder for packages. It is removed when the process ends."""
     found: str | None = state.__dict__.get("folder")
-    if found is not None:
-        return found
-    base = tempfile.gettempdir()
-    for other in os.listdir(base):
-        # The folder is gone meanwhile, or is another user's, or is not one of ours.
-        with suppress(OSError, ValueError):
-            path = os.path.join(base, other)
-            if other.startswith(PREFIX) and os.stat(path).st_uid == os.geteuid():
-                with open(os.path.join(path, "process"), encoding="utf-8") as file:
-                    if has_died(json.load(file)):
-                        shutil.rmtree(path, ignore_errors=True)
-    made = state.__dict__["folder"] = tempfile.mkdtemp(prefix=PREFIX)
-    with open(os.path.join(made, "process"), "w", encoding="utf-8") as file:
-        json.dump(process(), file)
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
-    return made
+    if found is None:
+        found = state.__dict__["folder"] = str(scratch_folder("code"))
+    return found
 
 
 def versions() -> dict[str, str]:

@@ -141,11 +141,15 @@ def read(
 def _opened(
     path: str, names: list[str] | None, device: torch.device, slices: Mapping[str, Slices] | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    with _safe_open(path, framework="pt", device=str(device)) as opened:
+    # safetensors refuses a device whose name it does not know, and it knows few that a plug-in brings. What
+    # it reads for the CPU is pages of the file until it is moved.
+    from_plugin = device.type == torch._C._get_privateuse1_backend_name()
+    read_onto = torch.device("cpu") if from_plugin else device
+    with _safe_open(path, framework="pt", device=str(read_onto)) as opened:
         for name in opened.keys() if names is None else names:
             cut = None if slices is None else slices.get(name)
             if cut is None or not any(cut):
-                yield name, opened.get_tensor(name)
+                yield name, opened.get_tensor(name).to(device)
             else:
                 index = tuple(slice(None) if part is None else slice(*part) for part in cut)
                 yield name, _alone(opened.get_slice(name)[index]).to(device)

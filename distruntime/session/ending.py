@@ -16,7 +16,7 @@ from ..wire.link import Delivery
 from ..wire.messages import Detach, Goodbye, Message
 from ..wire.shared import SharedPool
 from ..wire.shield import shield
-from ..wire.tally import Tally
+from ..wire.strangers import Tally
 from .failures import remote_error
 from .launched import LaunchedWorkers
 from .places import Places

@@ -34,7 +34,7 @@ from ..wire.messages import (
     Welcome,
 )
 from ..wire.shield import shield
-from ..wire.tally import Tally
+from ..wire.strangers import Tally
 from .launched import LaunchedWorkers
 from .requests import Requests
 

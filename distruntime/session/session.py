@@ -39,7 +39,7 @@ from ..wire.messages import (
 )
 from ..wire.shared import Challenge, Loan, SharedPool
 from ..wire.shield import shield
-from ..wire.tally import Tally
+from ..wire.strangers import Tally
 from .ending import Ending
 from .failures import out_of_memory, remote_error
 from .holders import lost_lines
@@ -109,6 +109,8 @@ class Session:
         self.on_loss: list[Callable[[Node], None]] = []
         # The session calls these when a worker has come in the place of one that was lost.
         self.on_return: list[Callable[[Node], None]] = []
+        # It calls these where the user waits for all that a worker has.
+        self.on_synchronize: list[Callable[[], None]] = []
         # The logs of new meshes call these.
         self.on_mesh: list[Callable[[MeshLog], None]] = []
         # The session calls this when a worker says that a group has broken.
@@ -350,7 +352,10 @@ class Session:
 
         Return False past the timeout (seconds).
         """
-        if not self.drain(node, timeout):
+        drained = self.drain(node, timeout)
+        for callback in self.on_synchronize:
+            callback()
+        if not drained:
             return False
         self.raise_unread(node)
         return True

@@ -1,9 +1,9 @@
-"""Accepted connections through which nothing has come yet, and of which nobody has proven a key: there are
-only so many.
+"""What strangers can use up, and how little of it they get: connections, and lines in the log.
 
-When one comes that is too many, a quarter of them is hung up on: of those from the host that has the most, so
-that a flood from one machine leaves the others a way in; there, of those that look least like a handshake,
-and of equals the oldest. A peer that was only slow dials again.
+There are only so many accepted connections through which nothing has come yet, and of which nobody has proven
+a key. When one comes that is too many, a quarter of them is hung up on: of those from the host that has the
+most, so that a flood from one machine leaves the others a way in; there, of those that look least like a
+handshake, and of equals the oldest. A peer that was only slow dials again.
 """
 
 from __future__ import annotations
@@ -11,12 +11,18 @@ from __future__ import annotations
 import ctypes
 import socket
 import sys
+import time
+from collections.abc import Callable
 from typing import final
 
 # A peer that has sent no more bytes than this has sent a greeting at most.
 _GREETING = 64
 # No handshake and first message has more bytes than this.
 _HANDSHAKE = 4096
+# So many log lines are written as they come.
+_FIRST = 10
+# So many seconds lie between sums.
+_EVERY = 60.0
 
 _libc = ctypes.CDLL(None)
 
@@ -102,3 +108,61 @@ class Strangers:
     def _port(name: bytes) -> bytes:
         # The name of an IPv4 or IPv6 socket begins with its family and port. Any other name is a path.
         return name[:4] if len(name) in (16, 28) else name
+
+
+@final
+class Tally:
+    """Passes lines on to a log: so many, then one a minute that says how many more there were. After a minute
+    without any, it begins anew.
+
+    A flood would fill the disk. Nothing is lost: each line is written or counted, and `finish` writes the
+    last sum. One thread at a time.
+    """
+
+    def __init__(self, write: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._write, self._clock = write, clock
+        self._left = _FIRST
+        self._counted = 0
+        # This is the last line that was counted.
+        self._last = ""
+        # The minute began at this time, if there is one.
+        self._began: float | None = None
+
+    def note(self, line: str) -> None:
+        """Write a line, or count it."""
+        self.look()
+        if self._began is None:
+            self._began = self._clock()
+        if self._left:
+            self._left -= 1
+            self._write(line)
+        else:
+            self._counted, self._last = self._counted + 1, line
+
+    @property
+    def due(self) -> float | None:
+        """Seconds until `look` has something to write; None: it has nothing."""
+        return (
+            None
+            if self._began is None or not self._counted
+            else max(0.0, self._began + _EVERY - self._clock())
+        )
+
+    def look(self) -> None:
+        """Write the sum, if its time has come."""
+        if self._began is None or (now := self._clock()) < self._began + _EVERY:
+            return
+        if self._counted:
+            self.finish()
+            self._began = now
+        else:
+            self._left, self._began = _FIRST, None
+
+    def finish(self) -> None:
+        """Write the sum of what has been counted, if there is any."""
+        if self._counted and self._began is not None:
+            seconds = self._clock() - self._began
+            self._write(
+                f"{self._counted} more lines of this kind in {seconds:.0f} s, the last of them: {self._last}"
+            )
+            self._counted = 0

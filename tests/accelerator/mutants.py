@@ -11,8 +11,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -126,17 +124,3 @@ def survives(mutant: Mutant, environment: dict[str, str]) -> str:
     if done.returncode == 1 and " failed" in done.stdout:
         return ""
     return f"{mutant.test} does not fail:\n{done.stdout[-1500:]}{done.stderr[-500:]}"
-
-
-def run(environment: dict[str, str], processes: int = 2, only: Sequence[str] = ()) -> int:
-    """Run all mutants; print what became of each. Return how many live on."""
-    chosen = [m for m in MUTANTS if not only or any(word in m.name for word in only)]
-    alive = 0
-    with ThreadPoolExecutor(processes) as pool:
-        for mutant, wrong in zip(chosen, pool.map(lambda m: survives(m, environment), chosen)):
-            alive += bool(wrong)
-            print(f"  {'LIVES ON' if wrong else 'noticed '}  {mutant.name}", flush=True)
-            if wrong:
-                print(f"    {wrong}")
-    print(f"{len(chosen) - alive} of {len(chosen)} mutants were noticed")
-    return alive

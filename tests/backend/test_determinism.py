@@ -24,6 +24,7 @@ def put(device: str) -> torch.Tensor:
     return torch.zeros(4, device=device).put_(index, value)
 
 
+@pytest.mark.slow(reason="starts a program of its own, 5 s")
 def test_an_operator_without_a_deterministic_kernel_is_refused_as_here(session: object) -> None:
     before = put(REMOTE)
     torch.use_deterministic_algorithms(True)
@@ -36,6 +37,7 @@ def test_an_operator_without_a_deterministic_kernel_is_refused_as_here(session: 
 
 
 @pytest.mark.parametrize("switch", [True, "error"])
+@pytest.mark.slow(reason="starts programs that import torch, 4 s")
 def test_both_of_torchs_functions_are_followed(session: object, switch: Any) -> None:
     if switch is True:
         torch.use_deterministic_algorithms(True)
@@ -85,6 +87,7 @@ def test_what_changes_nothing_is_not_forwarded(session: object) -> None:
         dr.config(use_deterministic_algorithms=False)
 
 
+@pytest.mark.slow(reason="starts three sessions in a program of its own, 8 s")
 def test_a_new_session_and_a_new_worker_are_told(fresh_session: Callable[..., Any]) -> None:
     torch.use_deterministic_algorithms(True)
     with fresh_session(world_size=2):

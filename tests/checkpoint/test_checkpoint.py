@@ -470,6 +470,7 @@ print("read")
 """
 
 
+@pytest.mark.slow(reason="starts a program that imports torch, 3 s")
 def test_plain_pytorch_reads_it(session: object, tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(4, 8).to(dr.place(0)), nn.Linear(8, 2).to(dr.place(1)))
     optimizer = torch.optim.Adam(module.parameters())
@@ -602,6 +603,7 @@ def test_saves_and_loads_leave_nothing_on_the_workers(session: object, tmp_path:
     assert len(active_session().nodes[0].templates) == templates
 
 
+@pytest.mark.slow(reason="starts a program that imports torch, 4 s")
 def test_this_process_needs_no_safetensors() -> None:
     code = "import sys, distruntime as dr; "
     code += "print(callable(dr.load) and callable(dr.save), 'safetensors' in sys.modules)"

@@ -457,6 +457,7 @@ def _saves(folder: str, n: int) -> None:
                 saving.wait()
 
 
+@pytest.mark.slow(reason="starts a master by hand and kills it, 6 s")
 def test_a_master_that_is_killed(fresh_session: Fresh, tmp_path: Path) -> None:
     last = 0
     for k in range(2):
@@ -544,6 +545,7 @@ def disks(tmp_path: Path, fresh_session: Fresh) -> Iterator[tuple[list[Path], Ca
         process.wait()
 
 
+@pytest.mark.slow(reason="starts workers by hand, 5 s")
 def test_each_worker_has_its_own_disk(disks: Any) -> None:
     folders, attach = disks
     attach([0, 1])
@@ -565,6 +567,7 @@ def test_each_worker_has_its_own_disk(disks: Any) -> None:
     assert ours(folders[1] / "c") == [] and dr.load(APART)["n"] == 3
 
 
+@pytest.mark.slow(reason="starts workers by hand, 7 s")
 def test_a_worker_without_its_disk(disks: Any) -> None:
     _, attach = disks
     attach([0, 1])
@@ -580,6 +583,7 @@ def test_a_worker_without_its_disk(disks: Any) -> None:
         dr.load(APART)
 
 
+@pytest.mark.slow(reason="starts workers by hand, 4 s")
 def test_a_save_that_was_made_the_current_one_on_one_disk_only(disks: Any) -> None:
     folders, attach = disks
     attach([0, 1])

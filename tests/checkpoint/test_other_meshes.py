@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import distruntime as dr
+from fewer import fewer
 from meshes import make, two_workers
 
 __all__ = ["two_workers"]
@@ -94,22 +95,30 @@ def whole(t: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("before", "on", "after", "onto", "width"),
-    [
-        (*case, WIDTH)
-        for case in [
-            (fsdp, "4", fsdp, "3"),
-            (fsdp, "2", fsdp, "4"),
-            (both, "2x2", fsdp, "4"),
-            (fsdp, "4", both, "2x2"),
-            (both, "2x2", both, "tp x dp"),
-            (both, "2x2", tensor_parallel, "2"),
-            (tensor_parallel, "4", fsdp, "3"),
-            (zero, "4", zero, "3"),
-            (zero, "3", replicas, "2"),
-            (replicas, "2", zero, "2x2"),
+    fewer(
+        [
+            pytest.param(*case, WIDTH)
+            for case in [
+                (fsdp, "4", fsdp, "3"),
+                (fsdp, "2", fsdp, "4"),
+                (both, "2x2", fsdp, "4"),
+                (fsdp, "4", both, "2x2"),
+                (both, "2x2", both, "tp x dp"),
+                (both, "2x2", tensor_parallel, "2"),
+                (tensor_parallel, "4", fsdp, "3"),
+                (zero, "4", zero, "3"),
+                (zero, "3", replicas, "2"),
+                (replicas, "2", zero, "2x2"),
+            ]
         ]
-    ]
-    + [(fsdp, "4", fsdp, "3", 5), (fsdp, "3", fsdp, "2", 7), (zero, "4", zero, "3", 5)],
+        + [
+            pytest.param(fsdp, "4", fsdp, "3", 5),
+            pytest.param(fsdp, "3", fsdp, "2", 7),
+            pytest.param(zero, "4", zero, "3", 5),
+        ],
+        4,
+        "other cuts, 2 s each",
+    ),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_the_next_step_is_that_of_the_training_that_went_on(

@@ -82,6 +82,7 @@ def test_resume_is_one_of_three(wrong: Any) -> None:
 # -- after a restart of the kernel ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow(reason="starts two prompts, 5 s")
 def test_the_first_cell_after_the_kernel_has_died(capsys: pytest.CaptureFixture[str]) -> None:
     pids = kernel()
     session = first_cell(quiet=False)

@@ -103,6 +103,7 @@ _SLOW = pytest.mark.slow(reason="starts a worker as a program behind a cable: 10
 @pytest.mark.parametrize(
     "what", [what if what == "pulled for a second" else pytest.param(what, marks=_LONG) for what in TROUBLES]
 )
+@pytest.mark.slow(reason="starts a program behind a cable, 7 s")
 def test_a_training_over_a_cable_that_is_pulled(
     cable: Cable, key: str, tmp_path: Path, what: str, listen: bool
 ) -> None:

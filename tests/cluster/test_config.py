@@ -46,6 +46,7 @@ def read(node: int = 0) -> dr.Settings:
 # Setting and reading
 
 
+@pytest.mark.slow(reason="starts daemons that import torch, 4 s")
 def test_without_arguments_the_settings_of_every_node() -> None:
     found = dr.config()
     assert found is not None and list(found) == [0, 1] and found[0] == found[1]
@@ -274,6 +275,7 @@ def daemon(tmp_path: Path) -> Iterator[str]:
     process.wait()
 
 
+@pytest.mark.slow(reason="starts daemons that import torch, 6 s")
 def test_the_next_session_begins_with_the_settings_of_the_workers_start(daemon: str) -> None:
     dr.shutdown()
     seen = []

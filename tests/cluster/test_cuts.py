@@ -26,6 +26,7 @@ from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode, encode
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.messages import Goodbye, Hello, Join, Refused, Welcome
+from fewer import fewer
 from greeting_samples import hello
 from network import Network
 from processes import (
@@ -114,7 +115,7 @@ def unreachable(node: int = 0) -> None:
     until(lambda: active_session().nodes[node].state == "unreachable")
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", fewer(range(20), 7, "another seed, 2 s"))
 def test_a_training_through_a_bad_network_ends_as_an_undisturbed_one(
     attach: Start, network: Network, undisturbed: list[torch.Tensor], seed: int
 ) -> None:
@@ -124,7 +125,7 @@ def test_a_training_through_a_bad_network_ends_as_an_undisturbed_one(
     counted()
 
 
-@pytest.mark.parametrize("length", [1.0, 6.0])
+@pytest.mark.parametrize("length", fewer([1.0, 6.0], 2, "a longer cut, 3 s"))
 def test_a_training_goes_on_after_a_cut(
     attach: Start,
     network: Network,
@@ -149,6 +150,7 @@ def test_a_training_goes_on_after_a_cut(
     counted()
 
 
+@pytest.mark.slow(reason="starts a daemon that imports torch, 4 s")
 def test_a_worker_that_is_reached_by_another_way_is_the_same(
     attach: Start, network: Network, undisturbed: list[torch.Tensor]
 ) -> None:
@@ -498,7 +500,7 @@ def dialled(daemon: ListeningWorker, fresh_session: Start, tmp_path: Path) -> It
         assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", fewer(range(4), 4, "another seed, 5 s"))
 def test_a_worker_that_dials_comes_back(
     dialled: tuple[Any, Network], undisturbed: list[torch.Tensor], seed: int
 ) -> None:

@@ -81,6 +81,7 @@ def test_each_local_worker_has_its_share_of_the_gpus(
     assert [share.get("CUDA_VISIBLE_DEVICES") for share in found] == shares
 
 
+@pytest.mark.slow(reason="starts workers that import torch, 6 s")
 def test_local_workers_start_with_their_shares(
     fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

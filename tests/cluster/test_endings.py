@@ -22,6 +22,7 @@ from distruntime.checkpoint.save import under_way
 from distruntime.log.node import Node
 from distruntime.session.session import active_session
 from distruntime.wire.messages import Message
+from fewer import fewer
 from network import Network
 from processes import Child, ListeningWorker, pause, stop, until
 
@@ -195,7 +196,9 @@ def held_still(address: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "strokes", [[0.0], [0.0, 0.3], [0.0, 0.0, 0.5, 0.5]], ids=lambda strokes: f"{len(strokes)} times"
+    "strokes",
+    fewer([[0.0], [0.0, 0.3], [0.0, 0.0, 0.5, 0.5]], 3, "more strokes, 1 s"),
+    ids=lambda strokes: f"{len(strokes)} times",
 )
 def test_a_process_ends_after_ctrl_c_while_its_worker_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strokes: list[float]

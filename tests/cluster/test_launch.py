@@ -92,6 +92,7 @@ def test_two_workers_join_within_seconds_and_prove_themselves(start: Start) -> N
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow(reason="starts programs that import torch, 5 s")
 def test_threads_are_as_said_and_no_key_is_in_sight(start: Start) -> None:
     key = KeyPair.generate()
     channel, workers = start(2, key)
@@ -105,6 +106,7 @@ def test_threads_are_as_said_and_no_key_is_in_sight(start: Start) -> None:
         assert key.secret.decode() not in worker.last_lines()
 
 
+@pytest.mark.slow(reason="starts programs that import torch, 5 s")
 def test_what_a_worker_wrote_and_how_it_ended(start: Start) -> None:
     channel, workers = start(2)
     joins(channel, 2)
@@ -124,6 +126,7 @@ def test_a_worker_that_cannot_start_says_why(start: Start, tmp_path: Path) -> No
     worker.stop()
 
 
+@pytest.mark.slow(reason="starts programs that import torch, 3 s")
 def test_a_worker_that_does_not_stop_is_killed(start: Start) -> None:
     channel, workers = start(1)
     joins(channel, 1)

@@ -108,11 +108,13 @@ def shells() -> Iterator[ShellLauncher]:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow(reason="starts workers by all ways that a launcher has, 3 s")
 def test_the_embedded_launcher_passes() -> None:
     check_launcher(LocalLauncher(), timeout=90)
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow(reason="starts workers by all ways that a launcher has, 6 s")
 def test_a_launcher_of_ones_own_passes(shells: ShellLauncher) -> None:
     check_launcher(shells, timeout=90)
     assert [spec.node for spec in shells.specs] == [0, 1, 1, 1, 0, 1]
@@ -228,6 +230,7 @@ def test_arguments_that_cannot_be(options: dict[str, Any], said: str) -> None:
         dr.init_master_worker(**options)
 
 
+@pytest.mark.slow(reason="starts workers by a launcher, 3 s")
 def test_a_check_needs_to_be_alone(fresh_session: Callable[..., Any]) -> None:
     fresh_session(world_size=1)
     with pytest.raises(dr.UsageError, match="end the open one first"):

@@ -124,6 +124,7 @@ def test_instructions_of_every_kind_are_counted() -> None:
     assert uploaded[-1].tolist() == [1, 1, 1] and torch.equal(checked[-1].cpu(), torch.eye(3))
 
 
+@pytest.mark.slow(reason="starts a program that imports torch, 4 s")
 def test_nodes_tell_what_runs_there_and_stacks_where(tmp_path: Path) -> None:
     dr.init_master_worker(world_size=1)
     assert (dr.nodes()[0].doing, dr.nodes()[0].queued, dr.nodes()[0].sessions) == ("nothing", 0, 1)

@@ -416,6 +416,7 @@ def test_other_errors_do_not_speak_of_memory() -> None:
     assert "held there" not in str(caught.value)
 
 
+@pytest.mark.slow(reason="fails an allocation at each place in turn, 27 s")
 def test_an_allocation_that_fails_leaves_nothing_behind() -> None:
     def code() -> None:
         kept = torch.ones(K, device=REMOTE)

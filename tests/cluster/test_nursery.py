@@ -145,6 +145,7 @@ def mother(worker: LocalWorker) -> nurseries.Nursery:
     return found
 
 
+@pytest.mark.slow(reason="starts a program that imports torch, 3 s")
 def test_a_process_with_a_thousand_open_files_waits_for_its_workers(tmp_path: Path) -> None:
     """`select` would raise."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -165,6 +166,7 @@ def test_a_process_with_a_thousand_open_files_waits_for_its_workers(tmp_path: Pa
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow(reason="starts a nursery, 3 s")
 def test_a_request_has_the_environment_the_directory_and_the_umask_of_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +192,7 @@ def test_a_request_has_the_environment_the_directory_and_the_umask_of_its_time(
     assert (tmp_path / "there" / "third").stat().st_mode & 0o777 == 0
 
 
+@pytest.mark.slow(reason="starts two nurseries, 3 s")
 def test_another_environment_takes_another_nursery(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
     """Libraries may have read a variable when they were imported; those of this project are read later."""
     (first,) = master.start()
@@ -213,6 +216,7 @@ def threads_of_kernels() -> tuple[int, int]:
     return settings[0].num_threads, len(list(tasks.iterdir())) - before
 
 
+@pytest.mark.slow(reason="starts a nursery, 3 s")
 def test_kernels_use_as_many_threads_as_in_a_started_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the nursery has loaded their library with one thread."""
     monkeypatch.setattr(os, "cpu_count", lambda: THREADS + 1)
@@ -301,6 +305,7 @@ def test_workers_outlive_a_nursery_that_is_killed(master: Master) -> None:
     assert gone(second.pid) and second.poll() == ended(first)
 
 
+@pytest.mark.slow(reason="starts a nursery, 3 s")
 def test_nothing_stays_of_a_nursery_that_has_ended(master: Master) -> None:
     (first,) = master.start()
     nursery = mother(first)
@@ -404,6 +409,7 @@ def by_hand(patch: str) -> tuple[socket.socket, subprocess.Popen[bytes]]:
     return ours, process
 
 
+@pytest.mark.slow(reason="starts a nursery, 3 s")
 def test_an_idle_nursery_ends() -> None:
     control, process = by_hand("nursery._IDLE = 0.0")
     with control:
@@ -412,6 +418,7 @@ def test_an_idle_nursery_ends() -> None:
             control.send(b"{}")
 
 
+@pytest.mark.slow(reason="starts nurseries, 5 s")
 def test_a_nursery_that_takes_no_request_any_more_is_replaced(master: Master) -> None:
     """An idle one refuses the next request and is still ending: on a busy machine that takes a while."""
     ending = mother(*master.start())
@@ -421,6 +428,7 @@ def test_a_nursery_that_takes_no_request_any_more_is_replaced(master: Master) ->
     assert ending.ended
 
 
+@pytest.mark.slow(reason="starts a program that imports torch, 3 s")
 def test_where_a_fork_is_not_safe_a_nursery_starts_the_worker_as_a_program(tmp_path: Path) -> None:
     control, process = by_hand("nursery._may_fork = lambda: False")
     key = tmp_path / "key"

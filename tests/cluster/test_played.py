@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 import distruntime as dr
@@ -12,6 +13,7 @@ from benchmarks.mesh import played
 from processes import until
 
 
+@pytest.mark.slow(reason="starts programs that import torch, 3 s")
 def test_a_master_takes_played_workers_for_its_own(fresh_session: Callable[..., Any]) -> None:
     with played(3) as where:
         session = fresh_session(workers=where, insecure=True)

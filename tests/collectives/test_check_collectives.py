@@ -15,6 +15,7 @@ from distruntime.testing import collectives as tried
 KINDS = ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send to the next"]
 
 
+@pytest.mark.slow(reason="starts three workers, 5 s")
 def test_each_collective_of_a_group_of_three(fresh_session: Any) -> None:
     fresh_session(world_size=3)
     found = check_collectives(dr.new_group([2, 0, 1]), sizes=(24, 5000), repeat=2)

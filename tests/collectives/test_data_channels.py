@@ -155,6 +155,7 @@ class Recorded(Liar):
         self._gloo.abort()
 
 
+@pytest.mark.slow(reason="starts a program that imports torch, 4 s")
 def test_torchs_flight_recorder_is_off_unless_it_is_asked_for(
     fresh_session: Fresh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +175,7 @@ def test_torchs_flight_recorder_is_off_unless_it_is_asked_for(
 # How one is found
 
 
+@pytest.mark.slow(reason="starts a program that imports torch, 4 s")
 def test_a_users_channel_in_an_installed_package_is_found(
     fresh_session: Fresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +319,7 @@ def test_on_one_machine_they_listen_on_loopback_only(session: Session) -> None:
 
 
 @linux
+@pytest.mark.slow(reason="a thousand strangers, 7 s")
 def test_tcp_goes_on_while_strangers_talk_to_it(fresh_session: Fresh, tmp_path: Path) -> None:
     with apart(fresh_session, tmp_path, "tcp"):
         before = listening(dr.nodes()[1].pid)

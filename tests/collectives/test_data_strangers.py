@@ -10,7 +10,6 @@ import socket
 import ssl
 import stat
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ import torch
 import distruntime as dr
 from apart import apart, listening
 from distruntime.wire.data_channel import Membership
-from distruntime_worker.collectives.data_channel import gloo, private, proof, sockets, tls
+from distruntime_worker.collectives.data_channel import gloo, proof, sockets, tls
 from distruntime_worker.collectives.data_channel.gloo import Gloo
 from distruntime_worker.collectives.data_channel.sockets import SocketChannel
 from distruntime_worker.collectives.data_channel.tcp import TCP
@@ -328,29 +327,6 @@ def test_members_of_one_machine_listen_where_only_their_user_gets(channel: type[
         lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("tcp-")],
         sockets._LOOK - 1,
     )
-
-
-def test_what_killed_processes_leave_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not sockets.vicinity():
-        pytest.skip("which processes have died is seen on Linux only")
-    with tempfile.TemporaryDirectory() as folder:  # not tmp_path: the path of a socket is short
-        _leavings(Path(folder), monkeypatch)
-
-
-def _leavings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(private.tempfile, "gettempdir", lambda: str(tmp_path))
-    dead = private.process()
-    for name, owner in (
-        ("dead", [dead[0], 999_999_999, "1"]),
-        ("alive", dead),
-        ("elsewhere", ["another machine", 1, "1"]),
-    ):
-        folder = tmp_path / f"distruntime-data-{name}"
-        folder.mkdir()
-        (folder / "process").write_text(json.dumps(owner))
-    (tmp_path / "distruntime-data-half").mkdir()
-    made = private._make()
-    assert {path.name[17:] for path in tmp_path.iterdir()} == {"alive", "elsewhere", "half", made.name[17:]}
 
 
 # Gloo

@@ -31,6 +31,7 @@ def at(places: list[dr.Place]) -> list[torch.Tensor]:
     return [torch.full((2,), float(k + 1), device=REMOTE).to(place) for k, place in enumerate(places)]
 
 
+@pytest.mark.slow(reason="opens 200 groups, 11 s")
 def test_many_sets_of_places_keep_few_threads(
     fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +96,57 @@ def test_groups_that_are_dropped_leave_no_threads(session: object) -> None:
         dr.all_reduce(values, group=dr.new_group([0, 1]))
         assert values[1][0].item() == 2.0 * k + 1
     until(lambda: all(threads(node) <= before[node] + 2 * PER_GROUP + 4 for node in range(2)))
+
+
+def test_a_dropped_group_is_closed_by_the_next_synchronize(session: object) -> None:
+    """No group has to be opened for that."""
+    groups = active_session().groups
+    assert isinstance(groups, group_module.Groups)
+    group = dr.new_group([0, 1])
+    number, values = group.number, [there(torch.full((3,), float(k + 1)), k) for k in range(2)]
+    dr.all_reduce(values, group=group)
+    del group
+    gc.collect()
+    assert groups.nodes_in(number) == [0, 1]
+    dr.synchronize()
+    assert groups.nodes_in(number) == []
+    assert [t.tolist() for t in values] == [[3.0] * 3] * 2
+
+
+def test_pairs_of_copies_are_few_and_their_copies_complete(
+    fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_module, "_MOST_SETS", 1)
+    fresh_session(world_size=4)
+    groups = active_session().groups
+    assert isinstance(groups, group_module.Groups)
+    values, side = [there(torch.full((3,), float(k)), k) for k in range(4)], dr.Stream(0)
+    pairs = [(a, b) for a in range(4) for b in range(4) if a != b]
+    with blocked(side):
+        with dr.stream(side):
+            # This copy waits, at both of its ends, and its pair falls out meanwhile.
+            late = (values[0] + 10).to(dr.place(1))
+        first = next(iter(groups._links.values())).number
+        assert values[2].to(dr.place(3))[0].item() == 2.0
+        assert len(groups._links) == 1
+        for _ in range(3):
+            groups.close_dropped()
+        assert groups.nodes_in(first) == [0, 1]
+    assert late.tolist() == [10.0] * 3
+
+    def closed() -> bool:
+        dr.synchronize()
+        return groups.nodes_in(first) == []
+
+    until(closed)
+    before = [threads(node) for node in range(4)]
+    for _ in range(3):
+        for a, b in pairs:
+            assert values[a].to(dr.place(b))[0].item() == float(a)
+    dr.synchronize()
+    most = 2 * PER_GROUP + 4
+    until(lambda: all(threads(node) <= before[node] + most for node in range(4)))
+    assert len(groups._links) == 1
 
 
 def test_a_group_that_is_held_outlives_its_set(session: object) -> None:

@@ -25,6 +25,7 @@ from distruntime.wire.codec import decode, encode
 from distruntime.wire.messages import AskStatus, Welcome
 from distruntime_worker.session.config import WorkerConfig
 from distruntime_worker.session.daemon import Daemon
+from fewer import fewer
 from greeting_samples import HELLO
 from processes import Child, asleep, opened, pause, stop, stopped, until
 
@@ -273,7 +274,7 @@ def _leaves(*addresses: str) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("how", ["shutdown", "killed"])
+@pytest.mark.parametrize("how", fewer(["shutdown", "killed"], 2, "another end, 6 s"))
 def test_workers_serve_the_next_master_at_once(daemons: list[tuple[str, int]], how: str) -> None:
     addresses = [address for address, _ in daemons]
     if how == "killed":

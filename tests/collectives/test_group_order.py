@@ -108,6 +108,7 @@ def test_interrupts_leave_no_member_alone() -> None:
         child.finish()
 
 
+@pytest.mark.slow(reason="fills windows, 9 s")
 def test_collectives_between_full_windows(session: object) -> None:
     """One worker has far more to do than the other, so that the master must wait for it, with the other's
     part still to be sent.

@@ -43,6 +43,7 @@ def test_a_cancelled_collective_waits_for_its_turn(session: object) -> None:
     group.close()
 
 
+@pytest.mark.slow(reason="closes groups for 10 s")
 def test_a_group_closed_while_another_thread_uses_it(session: object) -> None:
     a, b = there(torch.ones(2), 0), there(torch.ones(2), 1)
     for _ in range(8):

@@ -13,6 +13,7 @@ import torch
 import distruntime as dr
 from distruntime.collectives import plans
 from distruntime.collectives.group import groups_of
+from fewer import fewer
 from parts import (
     Shape,
     Tensors,
@@ -104,7 +105,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", fewer(CASES, 4, "the formula in other cases"))
 def test_a_primitive_is_the_formula_and_so_are_its_gradients(name: str) -> None:
     case = CASES[name]
     here = [numbers(size, k).requires_grad_() for k, size in enumerate(case.sizes)]
@@ -129,7 +130,7 @@ def test_a_primitive_is_the_formula_and_so_are_its_gradients(name: str) -> None:
         torch.testing.assert_close(leaf.grad.cpu(), x.grad, check_stride=False)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", fewer(CASES, 4, "the adjoint in other cases"))
 def test_the_gradient_is_the_adjoint(name: str) -> None:
     case, on = CASES[name], CASES[name].partition()
     for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-5)):

@@ -34,6 +34,10 @@ import programs
 import torchvision_operators
 from cases import CASES, Case, NotRun
 
+# It comes last, as some modules there have names of libraries' modules.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "help"))
+from revision import revision
+
 KINDS = ("trainers", "ranks", "models", "vision", "interpretability", "science", "rl", "tools")
 # One case takes seconds. A child takes its libraries' imports on top, which are long on a cold disk.
 PATIENCE = 900.0
@@ -317,7 +321,7 @@ def rewrite(page: Path, lines: Sequence[str], words: str, mark: str = "table") -
     if not (begin and end):
         raise ValueError(f"{page} has no lines `<!-- {mark} -->` and `<!-- end of the {mark} -->`")
     machine = f"{os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}"
-    head = f"{time.strftime('%Y-%m-%d')}, torch {version('torch')}, {machine}. {words}"
+    head = f"{time.strftime('%Y-%m-%d')}, {revision()}, torch {version('torch')}, {machine}. {words}"
     page.write_text("".join([before, begin, head, "\n\n", "\n".join(lines), "\n", end, after]))
 
 

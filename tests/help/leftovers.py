@@ -1,7 +1,7 @@
-"""What a run of the suite has left anywhere: notes of sessions, processes, shared memory and folders.
+"""What a run of the suite has left anywhere: notes of sessions, processes, shared memory, folders, sockets.
 
 The suite has a folder for temporary files and one for notes. Its processes are known by the folder's name in
-their environment.
+their environment. A port has a process that listens there, so none is left without one.
 """
 
 from __future__ import annotations
@@ -9,13 +9,18 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+
+from distruntime.wire import scratch
+from processes import until
 
 # So many seconds processes have to end that are just ending.
 _PATIENCE = 30.0
 _SHARED = Path("/dev/shm")
+# torch keeps what it has compiled there for later processes of this user.
+_OTHERS = ("torchinductor_",)
 
 
 class Leftovers:
@@ -34,9 +39,18 @@ class Leftovers:
 
     def found(self) -> list[str]:
         """Return a line for each thing that is left. Wait some seconds for processes that end."""
-        deadline = time.monotonic() + _PATIENCE
-        while (left := [*self._processes(), *self._files()]) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        # They go when this process ends. So the next start finds none of them.
+        scratch.remove_own()
+        left: list[str] = []
+
+        def nothing() -> bool:
+            # What a test has killed cannot remove its folders: the product's next start does.
+            scratch.sweep()
+            left[:] = [*self._processes(), *self._files(), *self._folders()]
+            return not left
+
+        with suppress(AssertionError):
+            until(nothing, _PATIENCE)
         return left
 
     def end(self) -> None:
@@ -49,10 +63,13 @@ class Leftovers:
         tempfile.tempdir = None
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def folders(self) -> list[str]:
-        """Return the names of what else is in the folder for temporary files."""
-        known = {self.tests.name, "state"}
-        return sorted(path.name for path in self.folder.iterdir() if path.name not in known)
+    def _folders(self) -> Iterator[str]:
+        for path in sorted(self.folder.iterdir()):
+            if path not in (self.tests, self.folder / "state") and not path.name.startswith(_OTHERS):
+                yield f"{'the folder' if path.is_dir() else 'the file'} {path.name}"
+        for path in self.folder.glob("state/**/*"):
+            if path.is_socket():
+                yield f"the socket {path.relative_to(self.folder)}"
 
     def _files(self) -> Iterator[str]:
         yield from (f"the note {note}" for note in self.folder.glob("state/sessions/*"))

@@ -37,7 +37,7 @@ UNINITIALISED = {
     "resize_as_",
 }
 # The in-place form, the method and out= run on so many samples of each entry.
-_VARIANT_SAMPLES = 3
+VARIANT_SAMPLES = 3
 
 
 def entries(dtype: torch.dtype, local: str = "cpu") -> list[OpInfo]:
@@ -67,7 +67,7 @@ def samples(op: OpInfo, dtype: torch.dtype, grad: bool = False) -> list[SampleIn
 
 
 def run_entry(
-    op: OpInfo, dtype: torch.dtype, limit: int, *, local: str = "cpu", forms: int = _VARIANT_SAMPLES
+    op: OpInfo, dtype: torch.dtype, limit: int, *, local: str = "cpu", forms: int = VARIANT_SAMPLES
 ) -> int:
     """Compare one entry on up to `limit` of its sample inputs, its variants on `forms` of them.
 

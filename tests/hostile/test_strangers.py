@@ -29,8 +29,7 @@ from distruntime.wire import descriptors as wire_descriptors
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import encode
 from distruntime.wire.keys import KeyPair
-from distruntime.wire.strangers import Strangers
-from distruntime.wire.tally import Tally
+from distruntime.wire.strangers import Strangers, Tally
 from flooding import GREETING, descriptors, flooded, frame, listening
 from greeting_samples import JOIN
 from processes import Child, ListeningWorker, free_port, limited, resident, until

@@ -5,7 +5,6 @@ For root, on Linux, with openssh-server.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -25,6 +24,7 @@ from distruntime.launching.ssh import SshWorker
 from distruntime.launching.ssh_connection import Broken, SshConnection
 from distruntime.session.session import active_session
 from distruntime.version import __version__
+from distruntime.wire import scratch
 from distruntime.wire.keys import KeyPair
 from processes import STARTING, Child, ListeningWorker, until
 from sshd import Account, Islands, Machine, packages, unavailable
@@ -60,14 +60,10 @@ def clean(account: Account, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def own_folders() -> set[Path]:
-    """Return the folders for sockets that this process has made."""
-    found = set()
-    for path in Path(tempfile.gettempdir()).glob("distruntime-*/owner.json"):
-        # It is just going, or is another user's.
-        with suppress(OSError, ValueError):
-            if json.loads(path.read_text())[1] == os.getpid():
-                found.add(path)
-    return found
+    """Return the folders for sockets that this process owns."""
+    return {
+        path for path in Path(tempfile.gettempdir()).glob("distruntime-session-*") if path in scratch._held
+    }
 
 
 def begin(*addresses: str, **arguments: object) -> dr.Session:

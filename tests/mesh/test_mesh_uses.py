@@ -307,6 +307,7 @@ MOVED = {
 
 
 @pytest.mark.parametrize("name", MOVED)
+@pytest.mark.slow(reason="starts programs that import torch, 8 s")
 def test_a_torch_that_has_moved_its_parts_fails_at_the_first_mesh_with_their_name(name: str) -> None:
     """At every mesh, not at the first alone; and not by computing what rank 0 would."""
     tries = "for _ in 'ab':\n    try: torch_dtensor.prepare()\n"

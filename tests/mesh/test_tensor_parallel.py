@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.utils import clip_grad_norm_
 
 import distruntime as dr
+from fewer import fewer
 from meshes import MLP, copied, make, mesh, same, same_gradients, same_parameters, two_workers
 
 with warnings.catch_warnings():
@@ -200,7 +201,7 @@ TRANSFORMERS: dict[str, tuple[str, bool, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize("name", fewer(TRANSFORMERS, 3, "other options, 1 s"))
 def test_transformer_of_torchs_tests(two_workers: None, name: str) -> None:
     shape, over_sequence, options = TRANSFORMERS[name]
     mesh = make(shape)
@@ -226,7 +227,7 @@ def test_transformer_of_torchs_tests(two_workers: None, name: str) -> None:
         same_parameters(model, serial)
 
 
-@pytest.mark.parametrize("over_sequence", [True, False])
+@pytest.mark.parametrize("over_sequence", fewer([True, False], 3, "other options"))
 @pytest.mark.parametrize("build", [MLPModule, MLPStacked])
 def test_mlp_of_torchs_tests(
     mesh: dr.DeviceMesh, build: Callable[[str], nn.Module], over_sequence: bool

@@ -16,6 +16,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import loss_parallel
 
 import distruntime as dr
+from fewer import fewer
 from meshes import make, mesh, same, two_workers
 
 __all__ = ["mesh", "two_workers"]
@@ -74,7 +75,7 @@ def agree(
 
 
 # Four members in one line show nothing that two in a line and four in a square do not.
-@pytest.mark.parametrize("mesh", ["2", "2x2"], indirect=True)
+@pytest.mark.parametrize("mesh", fewer(["2", "2x2"], 4, "other losses, 2 s each"), indirect=True)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_and_their_gradients(mesh: dr.DeviceMesh, name: str) -> None:
     """The gradient of a mean was too large by the number of members."""
@@ -87,7 +88,7 @@ def test_losses_and_their_gradients(mesh: dr.DeviceMesh, name: str) -> None:
     agree(mesh, lambda a, b: LOSSES[name](a, b, reduction="none"), (x, target), kinds[1:])
 
 
-@pytest.mark.parametrize("rows", [7, 3])
+@pytest.mark.parametrize("rows", fewer([7, 3], 4, "other losses"))
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_of_uneven_shards(two_workers: None, name: str, rows: int) -> None:
     """The mean of the shards' means is another one, and of three rows one of four members has none."""
@@ -96,7 +97,7 @@ def test_losses_of_uneven_shards(two_workers: None, name: str, rows: int) -> Non
         agree(make("4"), LOSSES[name], (x, target), ([Shard(dim)], [Shard(dim)]))
 
 
-@pytest.mark.parametrize("mesh", ["2", "2x2"], indirect=True)
+@pytest.mark.parametrize("mesh", fewer(["2", "2x2"], 3, "another loss, 1 s"), indirect=True)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_classes_of_which_some_do_not_count(mesh: dr.DeviceMesh, reduction: str) -> None:
     """It was the average of the shards' means, of which one had two targets that count, and one had none."""
@@ -143,7 +144,7 @@ CONVOLUTIONS: dict[str, tuple[Function, tuple[int, ...], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("mesh", ["2", "2x2"], indirect=True)
+@pytest.mark.parametrize("mesh", fewer(["2", "2x2"], 4, "another cut"), indirect=True)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions_however_images_are_cut(mesh: dr.DeviceMesh, name: str) -> None:
     """Cut along their width, eight columns became two."""
@@ -157,7 +158,7 @@ def test_convolutions_however_images_are_cut(mesh: dr.DeviceMesh, name: str) -> 
     agree(mesh, run, operands, (whole, cut, cut), with_gradients=3)
 
 
-@pytest.mark.parametrize("name", ["cumsum", "cumprod", "logcumsumexp"])
+@pytest.mark.parametrize("name", fewer(["cumsum", "cumprod", "logcumsumexp"], 3, "another operator"))
 def test_running_sums_along_dimensions_from_behind(mesh: dr.DeviceMesh, name: str) -> None:
     """Each member had those of its own shard."""
     x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)) + 0.1

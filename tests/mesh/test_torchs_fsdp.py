@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 import distruntime as dr
+from fewer import fewer
 from meshes import copied, make, same, same_gradients, same_parameters, two_workers
 
 with warnings.catch_warnings():
@@ -82,7 +83,7 @@ _ADVICE = pytest.mark.filterwarnings(
 
 
 @_ADVICE
-@pytest.mark.parametrize("checkpointed", [True, False])
+@pytest.mark.parametrize("checkpointed", fewer([True, False], 2, "other options, 2 s"))
 def test_mlps_of_torchs_tests_with_tensor_parallelism(two_workers: None, checkpointed: bool) -> None:
     mesh = make("2x2")
     torch.manual_seed(0)
@@ -125,6 +126,7 @@ def test_transformer_of_torchs_tests(two_workers: None, shape: str, checkpointed
 
 @_ADVICE
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning")
+@pytest.mark.slow(reason="starts members that import FSDP2, 3 s")
 def test_parameters_with_uneven_rows_are_cut_by_columns(two_workers: None) -> None:
     """torch's transformer with 23 words. Its embedding is its output's weight; a bias of 23 is left alone."""
     mesh = make("2")

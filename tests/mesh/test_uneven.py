@@ -33,6 +33,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import distruntime as dr
+from fewer import fewer
 from meshes import copied, make, mesh, same, same_gradients, same_parameters, two_workers
 
 __all__ = ["mesh", "two_workers"]
@@ -89,7 +90,7 @@ DTENSOR_CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", DTENSOR_CALLS)
+@pytest.mark.parametrize("name", fewer(DTENSOR_CALLS, 4, "the same on another cut"))
 @pytest.mark.parametrize("dim", [0, 1])
 def test_operators_and_their_gradients(name: str, dim: int, mesh: dr.DeviceMesh) -> None:
     call = DTENSOR_CALLS[name]
@@ -162,7 +163,7 @@ def test_random_numbers_follow_the_seed(two_workers: None) -> None:
 # -- models --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [10, 5, 2, 1])
+@pytest.mark.parametrize("rows", fewer([10, 5, 2, 1], 2, "another model, 1 s"))
 def test_fully_shard_of_few_rows(rows: int, two_workers: None, tmp_path: Path) -> None:
     mesh = make("4")
     torch.manual_seed(0)
@@ -261,7 +262,7 @@ def test_loss_parallel_over_an_uneven_vocabulary(two_workers: None) -> None:
     same_parameters(model, serial)
 
 
-@pytest.mark.parametrize("words", [13, 12, 10])
+@pytest.mark.parametrize("words", fewer([13, 12, 10], 3, "another model, 2 s"))
 def test_fully_shard_over_tensor_parallelism(words: int, two_workers: None, tmp_path: Path) -> None:
     mesh = make("2x2")
     serial = Vocabulary(words)
@@ -282,6 +283,7 @@ def test_fully_shard_over_tensor_parallelism(words: int, two_workers: None, tmp_
         same(found[name], value)
 
 
+@pytest.mark.slow(reason="records a step of four members, 5 s")
 def test_a_program_of_a_step(two_workers: None) -> None:
     mesh = make("4")
     serial = Vocabulary()
@@ -463,6 +465,7 @@ def test_numbers_chosen_by_a_mask(two_workers: None) -> None:
     assert [t.tolist() for t in dr.shards(x.grad)] == [[2.0, 0.0, 2.0], [0.0, 0.0, 2.0]]
 
 
+@pytest.mark.slow(reason="imports torch on four members, 5 s")
 def test_functions_get_their_shard(uneven: Any) -> None:
     double = dr.remote(lambda t: t * 2)
     assert [t.tolist() for t in dr.shards(double(uneven))] == [t.mul(2).tolist() for t in dr.shards(uneven)]

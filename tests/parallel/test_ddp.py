@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distruntime as dr
 from distruntime.session.session import active_session
+from fewer import fewer
 from meshes import make
 
 SHAPES = {"2 nodes": ("cpu", (2,)), "2 a node": ("cuda", (4,)), "1": ("cpu", (1,))}
@@ -70,7 +71,11 @@ def streams_of(mesh: dr.DeviceMesh) -> int:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}],
+    fewer(
+        [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}],
+        3,
+        "other options, 1 s",
+    ),
     ids=lambda options: next(iter(options), "plain"),
 )
 def test_gradients_are_the_serial_ones(options: dict[str, bool], mesh: dr.DeviceMesh) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 import distruntime as dr
 from distruntime.parallel.orders import NAMES, forward_orders, merged, orders_of, time_of
+from fewer import fewer
 from stages import IN_A_V, four_gpus, places, same_gradients
 
 __all__ = ["four_gpus"]
@@ -62,7 +63,7 @@ def test_every_schedule_gives_the_gradients_of_the_serial_model(schedule: str, f
     same_gradients(stages, serial)
 
 
-@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("schedule", fewer(NAMES, 4, "another schedule, 2 s"))
 def test_evaluation_leaves_gradients_alone(schedule: str, four_gpus: None) -> None:
     serial, (x, y) = layers(), batch(2 * MICRO + 3)
     stages = sent(serial, schedule)
@@ -185,7 +186,7 @@ def test_a_stage_without_parameters_is_where_the_one_before_is(four_gpus: None) 
 CUTS = ["tensor", "fsdp", "both"]
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "InterleavedZeroBubble"])
+@pytest.mark.parametrize("schedule", fewer(["1F1B", "GPipe", "InterleavedZeroBubble"], 4, "another cut, 2 s"))
 @pytest.mark.parametrize("cut", CUTS)
 # torch says so of what RowwiseParallel returns under fully_shard.
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
@@ -268,7 +269,7 @@ def test_a_part_of_a_stage_under_ddp_is_refused(four_gpus: None) -> None:
         dr.pipeline([nn.Sequential(inner)], 2, "GPipe", nn.functional.mse_loss)
 
 
-@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("schedule", fewer(NAMES, 4, "another schedule, 2 s"))
 def test_replicas_under_ddp_reduce_once(schedule: str, four_gpus: None) -> None:
     """Also where a schedule splits the backward pass, whose half for the weights DDP does not see."""
     mesh = dr.init_device_mesh("cuda", (2, 2), mesh_dim_names=("pp", "dp"))
@@ -324,6 +325,7 @@ def test_a_step_is_recorded_as_a_program(four_gpus: None) -> None:
     assert step.replays >= 2
 
 
+@pytest.mark.slow(reason="records a step of four stages, 8 s")
 def test_a_step_over_two_meshes_is_recorded_as_a_program(four_gpus: None) -> None:
     """Each mesh has a tensor of its members' ranks, by which they find their parts. A program reads both."""
     mesh = dr.init_device_mesh("cuda", (2, 2), mesh_dim_names=("pp", "tp"))

@@ -156,6 +156,7 @@ def test_a_replay_that_is_dropped_poisons_all_that_it_would_write(session: objec
             tensor.detach().cpu()
 
 
+@pytest.mark.slow(reason="replays for 3 s")
 def test_many_replays_count_in_the_window_as_what_they_do(session: Any) -> None:
     w = torch.zeros(3, device=REMOTE)
 

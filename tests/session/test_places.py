@@ -403,6 +403,7 @@ def new(k: int, value: float = 0.0) -> Any:
         return torch.full((2,), value)
 
 
+@pytest.mark.slow(reason="starts a worker with 300 places, 7 s")
 def test_300_places_in_one_session(many: None) -> None:
     kept: list[Any] = []
     for round_ in range(2):

@@ -156,6 +156,7 @@ QUEUED = (
 SLOW = "x = torch.ones(1500, 1500, device='remote'); any(x @ x is None for k in range(400))"
 
 
+@pytest.mark.slow(reason="starts a prompt, 6 s")
 def test_a_long_wait_says_what_it_waits_for_and_control_c_leaves_it(python: Terminal) -> None:
     python.enter(SLOW)
     python.send("(x @ x).sum().item()\n")
@@ -166,6 +167,7 @@ def test_a_long_wait_says_what_it_waits_for_and_control_c_leaves_it(python: Term
     assert "\n3\n" in python.enter("1 + 2")
 
 
+@pytest.mark.slow(reason="starts a prompt, 3 s")
 def test_a_long_wait_says_which_operator_runs_and_about_how_long_it_takes(python: Terminal) -> None:
     python.enter(SLOW)
     python.send("(x @ x).sum().item()\n")
@@ -175,6 +177,7 @@ def test_a_long_wait_says_which_operator_runs_and_about_how_long_it_takes(python
     python.expect(rf"KeyboardInterrupt\n{ERASED}{QUEUED}>>> ")
 
 
+@pytest.mark.slow(reason="starts a prompt, 5 s")
 def test_after_control_c_in_a_loop_the_prompt_says_what_is_queued_and_how_to_drop_it(
     python: Terminal,
 ) -> None:
@@ -194,6 +197,7 @@ def test_after_control_c_in_a_loop_the_prompt_says_what_is_queued_and_how_to_dro
 
 
 @pytest.mark.skipif(importlib.util.find_spec("IPython") is None, reason="IPython is not installed")
+@pytest.mark.slow(reason="starts a prompt, 8 s")
 def test_ipython_says_it_too(tmp_path: Path) -> None:
     code = "from distruntime.__main__ import main; main(['repl', '--world-size', '1'])"
     shell = Terminal("-c", code, IPYTHONDIR=str(tmp_path))
@@ -233,6 +237,7 @@ def test_an_error_begins_on_its_own_line(python: Terminal) -> None:
     assert "_attach" not in said, said
 
 
+@pytest.mark.slow(reason="starts a prompt, 7 s")
 def test_leaving_the_repl_with_a_failure_unread_is_no_crash(repl: Terminal) -> None:
     repl.enter("y = torch.ones(3, device='remote')[torch.tensor([9], device='remote')]")
     repl.send("exit()\n")
@@ -243,6 +248,7 @@ def test_leaving_the_repl_with_a_failure_unread_is_no_crash(repl: Terminal) -> N
 @pytest.mark.skipif(
     importlib.util.find_spec("readline") is None, reason="this Python was built without readline"
 )
+@pytest.mark.slow(reason="starts a prompt, 4 s")
 def test_the_repl_completes_names_without_ipython(repl: Terminal) -> None:
     repl.enter("tensor = torch.ones(3, device='remote')")
     repl.send("tensor.pla\t")

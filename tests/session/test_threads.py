@@ -276,6 +276,7 @@ def collecting() -> Iterator[None]:
     gc.collect()
 
 
+@pytest.mark.slow(reason="issues from finalizers for 6 s")
 def test_finalizers_that_issue_operations(session: object, collecting: None) -> None:
     here, there = torch.zeros((), device=REMOTE), torch.zeros((), device=REMOTE).to(node=1)
     x = torch.ones(3, device=REMOTE)

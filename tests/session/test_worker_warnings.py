@@ -145,6 +145,7 @@ def test_the_members_of_a_mesh_warn_once_each(session: dr.Session) -> None:
     assert found[0].lineno == line
 
 
+@pytest.mark.slow(reason="starts a program that imports torch, 4 s")
 def test_the_switch_for_determinism_warns_as_here(session: object) -> None:
     def put(device: str) -> torch.Tensor:
         index, value = torch.tensor([0, 0], device=device), torch.ones(2, device=device)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 TESTS = """
@@ -70,6 +72,7 @@ def _pytest(folder: Path, *options: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow(reason="runs pytest in a process of its own, 9 s")
 def test_a_marked_test_has_a_cluster(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(TESTS, encoding="utf-8")
     # Where distruntime is installed, pytest finds the plugin by itself, under the other name.

@@ -65,6 +65,7 @@ def test_torchs_own_tools_read_it_and_name_the_lines(session: Session, tmp_path:
     assert not [s for s in dr.memory_snapshot()["segments"] if s["total_size"] == 4000]  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow(reason="takes snapshots from many threads, 3 s")
 def test_threads_take_theirs_one_after_the_other(session: Session) -> None:
     kept = [torch.ones(100, device="remote") for _ in range(300)]
     dr.synchronize()

@@ -178,6 +178,7 @@ def test_a_slow_network(fresh_session: Callable[..., Any], tmp_path: Path) -> No
         worker.stop()
 
 
+@pytest.mark.slow(reason="starts IPython in a program of its own, 3 s")
 def test_the_shell_says_the_same(session: Session, tmp_path: Path) -> None:
     path = tmp_path / "step.json.gz"
     with dr.trace(path, quiet=True) as trace:

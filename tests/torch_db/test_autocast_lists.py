@@ -19,6 +19,7 @@ from agree import REMOTE, Copier, check, quietly, seed
 from autocast_samples import calls, recast
 from distruntime.backend import autocast
 from distruntime.backend.fused import RECURRENT
+from fewer import fewer
 
 # It warns about packages that it would like and does not need.
 with warnings.catch_warnings():
@@ -104,7 +105,14 @@ def test_the_policies_are_those_of_torchs_header() -> None:
 OUT_OF_REACH = {"aten::_grid_sampler_2d_cpu_fallback", "aten::mkldnn_rnn_layer"}
 
 
-@pytest.mark.parametrize("name", [name for name in registered("AutocastCPU") if name not in OUT_OF_REACH])
+@pytest.mark.parametrize(
+    "name",
+    fewer(
+        [name for name in registered("AutocastCPU") if name not in OUT_OF_REACH],
+        5,
+        "each operator has the policy that torch's header gives it, which another test compares",
+    ),
+)
 def test_cpu_operators_give_what_they_give_here(session: object, name: str) -> None:
     def run(device: str, function: Callable[..., Any], sample: Any) -> Any:
         args, kwargs = Copier(device)(sample)
@@ -201,7 +209,7 @@ NEED_A_GPU = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
+@pytest.mark.parametrize("kind", fewer(["cuda", "xpu", "mps"], 3, "another kind of accelerator, 5 s"))
 def test_operators_give_the_dtypes_that_they_give_there(
     fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

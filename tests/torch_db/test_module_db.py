@@ -17,8 +17,9 @@ with warnings.catch_warnings():
     from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, module_db
 
 STEPS = 5
-# A module has at most so many input variants here.
+# A module has at most so many input variants here, and so many in `make test`.
 INPUTS = 12
+FEW = 2
 
 # What does not agree, and why. A module that starts to agree must leave this table: the test says so.
 KNOWN: dict[str, str] = {}
@@ -51,7 +52,7 @@ def _train(info: ModuleInfo, call: ModuleInput, training: bool, device: str) -> 
     return history, [t.grad for t in trained], module.state_dict()
 
 
-def _run(info: ModuleInfo, training: bool) -> int:
+def _run(info: ModuleInfo, training: bool, inputs: int) -> int:
     seed(0)
     # The database draws their samples in float64.
     dtype = torch.float64 if "Fractional" in info.formatted_name else torch.float32
@@ -62,14 +63,18 @@ def _run(info: ModuleInfo, training: bool) -> int:
             lambda: _train(info, call, training, "cpu"), lambda: _train(info, call, training, REMOTE)
         )
 
-    return sum(same(call) for call in some(list(calls), INPUTS))
+    return sum(same(call) for call in some(list(calls), inputs))
 
 
 @pytest.mark.parametrize("info", module_db, ids=lambda info: info.formatted_name)
-def test_module(session: object, info: ModuleInfo) -> None:
+@pytest.mark.parametrize(
+    "inputs", (FEW, pytest.param(INPUTS, marks=pytest.mark.slow(reason="the other inputs of each module")))
+)
+def test_module(session: object, info: ModuleInfo, inputs: int) -> None:
     def both_modes() -> int:
         return sum(
-            _run(info, training) for training in ([True, False] if info.train_and_eval_differ else [True])
+            _run(info, training, inputs)
+            for training in ([True, False] if info.train_and_eval_differ else [True])
         )
 
     if info.formatted_name in KNOWN:

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from agree import Disagreement
-from op_samples import entries, run_entry
+from op_samples import VARIANT_SAMPLES, entries, run_entry
 
 CHUNKS = 24
-SAMPLES = (
-    # An entry has at most so many sample inputs here. Seven entries have many hundreds that differ in one
-    # number.
-    120
-)
+# An entry has at most so many sample inputs here. Seven entries have many hundreds that differ in one number.
+SAMPLES = 120
+# `make test` runs so many, and the other forms of an entry on one.
+FEW = 2
 
 # What does not agree, and why. An entry that starts to agree must leave this table: the test says so.
 KNOWN: dict[str, str] = {
@@ -31,14 +30,24 @@ def _name(op: object) -> str:
     return str(op.full_name)  # type: ignore[attr-defined]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_entries(session: object, chunk: int) -> None:
+    _try(chunk, FEW, forms=1)
+
+
+@pytest.mark.slow(reason="all sample inputs of a part of the database: some 10 s")
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_all_samples_of_entries(session: object, chunk: int) -> None:
+    _try(chunk, SAMPLES)
+
+
+def _try(chunk: int, limit: int, forms: int = VARIANT_SAMPLES) -> None:
     wrong = {}
     for op in entries(torch.float32)[chunk::CHUNKS]:
         name = _name(op)
         try:
-            run_entry(op, torch.float32, SAMPLES)
+            run_entry(op, torch.float32, limit, forms=forms)
         except Disagreement as difference:
             if name not in KNOWN:
                 wrong[name] = str(difference)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from agree import REMOTE, Disagreement, check, quietly, tensor
+from fewer import fewer
 
 # It warns about packages that it would like and does not need.
 with warnings.catch_warnings():
@@ -92,7 +93,9 @@ def _cases() -> Iterator[Any]:
                 yield pytest.param(info, kwargs, id=f"{name} {number} {given.desc}{form}")
 
 
-@pytest.mark.parametrize(("info", "kwargs"), list(_cases()))
+@pytest.mark.parametrize(
+    ("info", "kwargs"), fewer(_cases(), 3, "an optimizer with other arguments, 0.2 s each")
+)
 def test_optimizer(
     session: object, request: pytest.FixtureRequest, info: OptimizerInfo, kwargs: dict[str, Any]
 ) -> None:

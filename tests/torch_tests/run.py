@@ -31,6 +31,10 @@ from rows import DEFAULT, DEVICE, LOCAL, MESH, SPMD, Plan, Row
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+# It comes last, as some modules there may have names of torch's test files.
+sys.path.append(str(ROOT / "tests" / "help"))
+from revision import revision  # noqa: E402
+
 # Seconds of one test. A child that says nothing for longer than SILENCE hangs where no signal is seen.
 PATIENCE, SILENCE = 120, 300.0
 ENVIRONMENT = {
@@ -258,6 +262,10 @@ def run_groups(options: argparse.Namespace, folder: Path, causes: list[Cause]) -
     def run(group: tuple[str, dict[str, int]]) -> Found:
         mode, most = group
         files = {file: 0 if options.all else number for file, number in most.items()}
+        if options.part:
+            # Each part has files of each group, as two groups run at a time.
+            k, of = options.part
+            files = {file: files[file] for file in list(files)[k - 1 :: of]}
         if options.only and all("::" in part for part in options.only):
             named = {part.partition("::")[0] for part in options.only}
             files = {file: number for file, number in files.items() if file in named}
@@ -270,11 +278,20 @@ def run_groups(options: argparse.Namespace, folder: Path, causes: list[Cause]) -
         return list(pool.map(run, wanted))
 
 
+def part(words: str) -> tuple[int, int]:
+    """Read K/N."""
+    k, of = map(int, words.split("/"))
+    if not 1 <= k <= of:
+        raise ValueError(words)
+    return k, of
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("only", nargs="*", help="parts of names of tests; a sample without")
     parser.add_argument("--all", action="store_true", help="all tests of the files, in all dtypes: hours")
     parser.add_argument("--mode", choices=MODES, help="one mode only")
+    parser.add_argument("--part", type=part, metavar="K/N", help="the Kth of N parts of the files")
     parser.add_argument("--processes", type=int, default=2, help="children at a time (2)")
     parser.add_argument("--keep", type=Path, help="keep what became of each test in this file")
     parser.add_argument("--judge", type=Path, help="run nothing, but judge what is kept in this file")
@@ -283,7 +300,8 @@ def main() -> int:
     try:
         folder = sources.test_folder()
     except sources.NoSources as reason:
-        print(reason, file=sys.stderr)
+        # A piece of the lanes is skipped where a line begins so.
+        print(f"cannot run here: {reason}", file=sys.stderr)
         return 2
     causes = read(HERE / "expected.txt")
     begun = time.monotonic()
@@ -299,8 +317,9 @@ def main() -> int:
     each = list(lines(found, causes))
     whole = total(each)
     words = [
-        f"{time.strftime('%Y-%m-%d')}, torch {importlib.metadata.version('torch')}, the tests of PyTorch "
-        f"{sources.version(folder)}, {os.cpu_count()} cores, Python {platform.python_version()}: "
+        f"{time.strftime('%Y-%m-%d')}, {revision()}, torch {importlib.metadata.version('torch')}, the "
+        f"tests of PyTorch {sources.version(folder)}, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}: "
         f"{sum(whole.counts.values())} tests in {seconds / 60:.0f} minutes.",
         "",
         *table([line.cells() for line in [*each, whole]]),

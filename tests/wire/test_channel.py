@@ -916,6 +916,7 @@ print(len(pushes))
 """
 
 
+@pytest.mark.slow(reason="sends large frames from many threads, 4 s")
 def test_first_large_frames_of_several_threads_share_one_socket_of_pyzmqs() -> None:
     """Two would use it side by side, or one of them after its end."""
     for _ in range(5):

@@ -21,6 +21,7 @@ from distruntime.session.session import active_session
 from distruntime.wire.identity import process
 from distruntime.wire.messages import UPLOAD
 from distruntime.wire.shared import Attached, Challenge, SharedPool
+from fewer import fewer
 from processes import STARTING, Child, ListeningWorker, until
 
 SIZE = 1 << 20
@@ -187,7 +188,9 @@ def hostile(address: str, kind: str) -> None:
         print("poisoned", type(error).__name__)
 
 
-@pytest.mark.parametrize("kind", ["cut", "cut later", "another's", "past its end"])
+@pytest.mark.parametrize(
+    "kind", fewer(["cut", "cut later", "another's", "past its end"], 2, "starts a program, 3 s")
+)
 def test_a_master_that_names_memory_it_should_not_harms_its_session_alone(
     daemon: ListeningWorker, kind: str
 ) -> None:

@@ -390,6 +390,7 @@ def test_a_session_that_asks_for_too_much_hears_who_holds_what_and_goes_on(tmp_p
         assert slots() == 0
 
 
+@pytest.mark.slow(reason="trains on a worker with a share, 4 s")
 def test_a_training_loop_within_its_share_notices_nothing(tmp_path: Path) -> None:
     dr.shutdown()
     with (

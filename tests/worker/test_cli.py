@@ -18,6 +18,7 @@ from distruntime.wire.keys import KeyPair, default_path
 from distruntime_worker import cli
 from distruntime_worker.session import daemon
 from distruntime_worker.session.config import WorkerConfig
+from fewer import fewer
 from processes import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -181,7 +182,7 @@ def test_keygen_writes_the_default_key_or_the_file_named(
     assert "never overwritten" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", fewer([signal.SIGTERM, signal.SIGINT], 2, "another signal, 3 s"))
 def test_a_signal_stops_it_with_code_0_and_no_traceback(
     worker: Worker, tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -22,6 +22,7 @@ from distruntime.errors import ConfigurationError, ConnectionFailed
 from distruntime.wire.deadlines import ORPHAN
 from distruntime.wire.identity import has_died, process
 from distruntime.wire.keys import KeyPair, choose, default_path, warn_of_strangers
+from distruntime.wire.scratch import sweep
 
 from .options import keygen_parser, parser, token_parser
 from .service import JsonLines, unit
@@ -101,6 +102,7 @@ def _serve(options: argparse.Namespace) -> int:
     stop, reasons = threading.Event(), list[str]()
     _stop_on_signals(stop, reasons)
     config = configure(options)
+    sweep()
     if options.local is not None:
         threading.Thread(
             target=_follow, args=(options.local, stop, reasons), name="follow-master", daemon=True

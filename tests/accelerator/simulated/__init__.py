@@ -159,6 +159,7 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 def autoload() -> None:
     """torch calls this at the end of `import torch`."""
+    import importlib
     import sys
 
     from torch.utils import backend_registration
@@ -168,3 +169,6 @@ def autoload() -> None:
     module: ModuleType = sys.modules[__name__]
     torch._register_device_module("simulated", module)
     backend_registration.generate_methods_for_privateuse1_backend()
+    # Some meta kernels are Python, and they import this when they first run. Here they run on each stream's
+    # thread, and two threads that begin to import it at once end in a circular import.
+    importlib.import_module("torch._dynamo")

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
 
 import device_streams
 import distruntime as dr
@@ -296,7 +298,7 @@ def test_a_group_of_four_devices_of_two_workers(workers: Workers, slow: None) ->
 
 
 def test_a_mesh_of_four_devices(workers: Workers, slow: None) -> None:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import distribute_tensor
 
     mesh = dr.init_device_mesh("accelerator", (2, 2), mesh_dim_names=("dp", "tp"))
     x, w = torch.randn(8, 6), torch.randn(6, 4)
@@ -366,6 +368,20 @@ def test_a_checkpoint_has_the_values_of_its_moment(
     assert found["x"].place == device and found["x"].unique().tolist() == [1.0]
     assert found["turned"].stride() == (1, 64) and found["n"].item() == 3
     assert dr.load(tmp_path, place=dr.place(0, "cpu"))["x"].unique().tolist() == [1.0]
+
+
+def test_weights_of_a_file_come_to_a_device_that_safetensors_has_no_name_for(
+    workers: Workers, tmp_path: Path
+) -> None:
+    weights = {"a": torch.arange(12.0).view(4, 3), "b": torch.arange(3)}
+    save_file(weights, tmp_path / "weights.safetensors")
+    for place in workers[1]:
+        found = dr.load(tmp_path, node=place)
+        assert {name: tensor.place for name, tensor in found.items()} == {"a": place, "b": place}
+        assert found["a"].cpu().equal(weights["a"]) and found["b"].cpu().equal(weights["b"])
+    mesh = dr.init_device_mesh("accelerator", (4,))
+    shared = dr.load(tmp_path, node=mesh, placements={"a": [Shard(0)], "b": [Replicate()]})
+    assert shared["a"].full_tensor().cpu().equal(weights["a"])
 
 
 # -- memory -----------------------------------------------------------------------------------------

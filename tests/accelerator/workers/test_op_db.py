@@ -61,7 +61,6 @@ def _again() -> None:
     set_delay(0, DELAY_US)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_entries(device: dr.Place, chunk: int) -> None:
     set_delay(0, DELAY_US)

@@ -22,7 +22,7 @@ from distruntime.wire.deadlines import UNREACHABLE
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.link import Link
 from distruntime.wire.messages import Ack, Entry, Meet, Message, Peers, Signal, Taint, Tainted
-from distruntime.wire.tally import Tally
+from distruntime.wire.strangers import Tally
 
 from .listening import LISTENING
 

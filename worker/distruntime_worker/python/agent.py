@@ -9,17 +9,18 @@ from __future__ import annotations
 import importlib
 import io
 import os
-import shutil
 import signal
 import socket
 import sys
 import tarfile
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
+
+from distruntime.wire.scratch import remove, scratch_folder
 
 from . import children
 from .children import Child, Nursery, Surroundings, readable
@@ -58,7 +59,7 @@ class Agent:
 
     def unpack(self, packed: bytes) -> str:
         """Put the files of an archive into a folder of this run's own; return its path."""
-        self._folder = tempfile.mkdtemp(prefix="distruntime-run-")
+        self._folder = str(scratch_folder("run"))
         with tarfile.open(fileobj=io.BytesIO(packed)) as files:
             files.extractall(self._folder, filter="data")
         return self._folder
@@ -102,7 +103,7 @@ class Agent:
         if child is not None and nursery is not None:
             self._end(child, nursery)
         if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove(Path(self._folder))
 
     def _end(self, child: Child, nursery: Nursery) -> None:
         nursery.look()

@@ -19,6 +19,7 @@ from contextlib import suppress
 from functools import partial
 from hmac import compare_digest
 from itertools import count
+from pathlib import Path
 
 import torch
 
@@ -61,7 +62,8 @@ from distruntime.wire.messages import (
     Typed,
     Welcome,
 )
-from distruntime.wire.tally import Tally
+from distruntime.wire.scratch import hold
+from distruntime.wire.strangers import Tally
 
 from ..checkpoint import folder as checkpoint_folder
 from ..collectives.data_channel import prepare
@@ -108,6 +110,9 @@ class Daemon:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._devices = Devices(config.devices, config.simulate_cuda)
+        if config.listen is not None and config.listen.startswith("ipc://"):
+            # The folder of a session that has a name outlives its master, with the workers that listen there.
+            hold(Path(config.listen.removeprefix("ipc://")).parent)
         # Its silence is the master's to notice: a large frame that is on its way here says nothing for as
         # long as it takes.
         self._channel = Channel(

@@ -21,6 +21,7 @@ from cryptography.x509.oid import NameOID
 
 from distruntime.wire.data_channel import Capabilities, Membership
 
+from .private import private_folder
 from .proof import Unproven
 from .sockets import SocketChannel
 
@@ -84,7 +85,7 @@ class _Encryption:
             serialization.BestAvailableEncryption(password.encode("ascii")),
         )
         # OpenSSL reads a key from a file only. This file is private, encrypted, and gone at once.
-        with tempfile.NamedTemporaryFile() as file:
+        with tempfile.NamedTemporaryFile(dir=private_folder()) as file:
             file.write(self.about().encode("ascii") + private)
             file.flush()
             context.load_cert_chain(file.name, password=password)

@@ -25,7 +25,7 @@ from .harness import Figure, row
 
 # Each is a module with a function `measure`.
 BENCHMARKS = (
-    "floor",
+    "operation",
     "latency",
     "training_step",
     "bandwidth",

@@ -4,60 +4,23 @@ machine offers.
 
 from __future__ import annotations
 
-import multiprocessing
-import socket
-
 import torch
 
 import distruntime as dr
 from distruntime.session.session import active_session
 
-from .harness import Figure, daemon, free_port, in_turn, seconds
-
-NBYTES = 64 << 20
-
-
-def _receive(connection: socket.socket, view: memoryview) -> None:
-    got = 0
-    while got < len(view):
-        got += connection.recv_into(view[got:])
+from . import floors
+from .floors import NBYTES
+from .harness import Figure, daemon, in_turn, seconds
 
 
-def _peer(port: int) -> None:
-    """Take 64 MiB into a kept buffer, answer one byte; on the next byte send it back; until the other side
-    closes.
-    """
-    kept = bytearray(NBYTES)
-    with socket.create_server(("127.0.0.1", port)) as server:
-        connection, _ = server.accept()
-        with connection:
-            while command := connection.recv(1):
-                if command == b"u":
-                    _receive(connection, memoryview(kept))
-                    connection.sendall(b"k")
-                else:
-                    connection.sendall(kept)
-
-
-def _against(session: dr.Session, way: str, plain: socket.socket, rounds: int, shared: bool) -> list[Figure]:
+def _against(session: dr.Session, way: str, plain: floors.Socket, rounds: int, shared: bool) -> list[Figure]:
     tensor = torch.randn(NBYTES // 4)
-    local, kept = memoryview(tensor.numpy()).cast("B"), bytearray(NBYTES)  # type: ignore[arg-type]
+    local = memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]
     remote: list[torch.Tensor] = []
 
     def plain_up() -> float:
-        def run() -> None:
-            plain.sendall(b"u")
-            plain.sendall(local)
-            plain.recv(1)
-
-        return seconds(run)
-
-    def plain_down() -> float:
-        def run() -> None:
-            plain.sendall(b"d")
-            _receive(plain, memoryview(kept))
-
-        return seconds(run)
+        return plain.up(local)
 
     def up() -> float:
         def run() -> None:
@@ -73,10 +36,10 @@ def _against(session: dr.Session, way: str, plain: socket.socket, rounds: int, s
         if not shared:
             active_session().nodes[0].shared = False
         for _ in range(4):
-            up(), down(), plain_up(), plain_down()
+            up(), down(), plain_up(), plain.down()
         assert torch.equal(remote[0].cpu(), tensor)
         figures = []
-        for name, ours, theirs in (("up", up, plain_up), ("down", down, plain_down)):
+        for name, ours, theirs in (("up", up, plain_up), ("down", down, plain.down)):
             ratio, mine, other = in_turn(
                 theirs, ours, rounds
             )  # seconds of theirs over ours: a ratio of rates
@@ -90,22 +53,12 @@ def _against(session: dr.Session, way: str, plain: socket.socket, rounds: int, s
 
 def measure(quick: bool) -> list[Figure]:
     """Return the figures for TCP without shared memory, and for a worker started here."""
-    rounds, port = 3 if quick else 11, free_port()
-    process = multiprocessing.get_context("spawn").Process(target=_peer, args=(port,))
-    process.start()
-    plain = None
-    while plain is None:
-        try:
-            plain = socket.create_connection(("127.0.0.1", port), timeout=60)
-        except ConnectionRefusedError:
-            continue  # the peer is still importing
-    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    with plain:
+    rounds = 3 if quick else 11
+    with floors.bare_socket() as plain:
         with daemon("--insecure") as address:
             session = dr.init_master_worker(workers=[address], insecure=True, quiet=True)
             figures = _against(session, "tcp", plain, rounds, shared=False)
         figures += _against(
             dr.init_master_worker(world_size=1, quiet=True), "same machine", plain, rounds, shared=True
         )
-    process.join()
     return figures

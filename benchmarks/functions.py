@@ -22,6 +22,7 @@ import torch
 import distruntime as dr
 from distruntime.session.session import active_session
 
+from . import floors
 from .harness import ROOT, Figure, free_port
 
 BURST = 400
@@ -126,6 +127,13 @@ def _grown(work: Work, calls: int) -> tuple[float, float]:
     return here, there
 
 
+def _held(what: str, found: list[float], empty: list[float]) -> Figure:
+    """Return what a call takes beside an empty dispatch, both in microseconds."""
+    ratio = statistics.median(a / b for a, b in zip(found, empty))
+    note = f"{statistics.median(found):.1f} us, floor {statistics.median(empty):.1f} us"
+    return Figure(f"{what} / empty dispatch", ratio, "x", 5.0, note)
+
+
 def _calls(rounds: int) -> list[Figure]:
     known: Any = dr.remote(add)
     empty: Any = dr.remote(nothing)
@@ -141,12 +149,14 @@ def _calls(rounds: int) -> list[Figure]:
         for work in works.values():
             work(), work()
         times: dict[str, list[float]] = {name: [] for name in works}
-        apart = []
+        apart: list[float] = []
+        dispatched: list[float] = []
         beside: dict[str, list[float]] = {"function": [], "method": []}
         for _ in range(rounds):
             for name, work in works.items():
                 times[name].append(_issuing(work))
             apart.append(_whole(works["nothing"]))
+            dispatched.append(floors.operation() * 1e6)
             instruction = _there(works["add"])
             for name, found in beside.items():
                 found.append(_there(works[name]) - instruction)
@@ -155,27 +165,14 @@ def _calls(rounds: int) -> list[Figure]:
         name: statistics.median(a / b for a, b in zip(times[name], times["add"]))
         for name in ("function", "method")
     }
+    against = {"a call from end to end, with an empty body": apart}
+    for name, found in beside.items():
+        against[f"the worker's thread, a {name} with a tensor as its result, beside torch.add"] = found
     note = f"{statistics.median(times['add']):.1f} us for torch.add; processor time of the issuing thread"
     return [
         Figure("call of a known function on two proxies / torch.add", ratios["function"], "x", 1.5, note),
         Figure("call of a method on a proxy / torch.add", ratios["method"], "x", 1.5, note),
-        Figure(
-            "a call from end to end, with an empty body",
-            statistics.median(apart),
-            "us",
-            40,
-            "what the worker does around the body, and the message",
-        ),
-        *(
-            Figure(
-                f"the worker's thread, a {name} with a tensor as its result, beside torch.add",
-                statistics.median(found),
-                "us",
-                40,
-                "processor time",
-            )
-            for name, found in beside.items()
-        ),
+        *(_held(what, found, dispatched) for what, found in against.items()),
         *(
             Figure(
                 f"{MANY:,} calls of a {name}: what both processes have grown by",

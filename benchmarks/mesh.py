@@ -25,6 +25,7 @@ import torch.distributed.tensor
 import distruntime as dr
 from distruntime.session.session import Session, active_session
 
+from . import floors
 from .harness import ROOT, Figure
 from .played import addresses
 
@@ -131,8 +132,10 @@ def _members(where: list[str], operators: int) -> _Cost:
 def _by_members(quick: bool) -> list[Figure]:
     sizes, operators, rounds = (_SIZES[:4], 16_000, 1) if quick else (_SIZES, 16_000, 5)
     found: dict[int, list[_Cost]] = {size: [] for size in sizes}
+    empty: list[float] = []
     with played(sizes[-1]) as where:
         for _ in range(rounds):
+            empty.append(floors.operation(time.process_time))
             for size in sizes:
                 found[size].append(_members(where[:size], operators))
     figures = []
@@ -149,13 +152,17 @@ def _by_members(quick: bool) -> list[Figure]:
             )
         )
     for size in sizes[3:]:
-        growth = [1e6 * (many.total - one.total) / (size - 1) for many, one in zip(found[size], found[1])]
-        note = (
-            f"{min(growth):.3f} to {max(growth):.3f} in {len(growth)} round{'s' if len(growth) > 1 else ''}"
-        )
+        growth = [(many.total - one.total) / (size - 1) for many, one in zip(found[size], found[1])]
+        share = [100 * more / floor for more, floor in zip(growth, empty)]
+        least, most = (1e6 * pick(growth) for pick in (min, max))
+        note = f"{least:.3f} to {most:.3f} us, floor {1e6 * statistics.median(empty):.1f} us"
         figures.append(
             Figure(
-                f"operator, for each member more, up to {size}", statistics.median(growth), "us", 0.1, note
+                f"operator, for each member more, up to {size} / empty dispatch",
+                statistics.median(share),
+                "%",
+                2.5,
+                note,
             )
         )
     return figures

@@ -7,10 +7,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distruntime as dr
 
+from . import floors
 from .harness import Figure, seconds
 from .sleeping import slow_channel
 
-# A reduction takes so many seconds, and a layer's backward pass about as many.
+# A reduction takes so many seconds on the quick machine, and a layer's backward pass about as many.
 SLOW, LAYERS = 0.05, 12
 # The weight of a layer fills a bucket of its own: 1 MiB. Its input is a square of this size.
 SIZE = 512
@@ -34,19 +35,21 @@ class Layer(torch.nn.Module):
         return x @ self.weight
 
 
-def _products() -> int:
+def _products(slow: float) -> int:
     """Return how many products take as long as a reduction, here and with one thread."""
     threads, one = torch.get_num_threads(), torch.eye(SIZE)
     torch.set_num_threads(1)
     took = min(seconds(lambda: one @ one) for _ in range(10))
     torch.set_num_threads(threads)
-    return max(1, round(SLOW / took))
+    return max(1, round(slow / took))
 
 
 def measure(quick: bool) -> list[Figure]:
     """Return how much longer backward and reduction take together than the longer one of them."""
-    dr.register_data_channel("slow", slow_channel(SLOW))
-    products = _products()
+    # On a slower machine a reduction is longer, as issuing is.
+    slow = SLOW * floors.slowness()
+    dr.register_data_channel("slow", slow_channel(slow))
+    products = _products(slow)
     with dr.init_master_worker(world_size=2, data_channel="slow", quiet=True):
         mesh = dr.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
         lines = mesh.lines("dp")

@@ -9,11 +9,13 @@ import torch
 import distruntime as dr
 from distruntime.parallel.orders import orders_of, time_of
 
+from . import floors
 from .harness import Figure, seconds
 from .sleeping import Sleeper
 
 WORKERS, MICRO = 4, 8
-# A forward pass over a quarter of the model takes so many seconds, and so does each half of a backward pass.
+# On the quick machine a forward pass over a quarter of the model takes so many seconds, and so does each half
+# of a backward pass. On a slower one all passes are longer, as issuing is.
 PASS = 0.1
 SCHEDULES = {
     "1F1B": 4,
@@ -34,10 +36,10 @@ def _nodes(schedule: str, stages: int) -> list[int]:
 
 def measure(quick: bool) -> list[Figure]:
     """Return, for each schedule, how much longer a step takes than the schedule's arithmetic."""
-    found = []
+    found, a_pass = [], PASS * floors.slowness()
     with dr.init_master_worker(world_size=WORKERS, quiet=True):
         for schedule, stages in SCHEDULES.items():
-            pause = PASS * WORKERS / stages
+            pause = a_pass * WORKERS / stages
 
             def cost(stage: int, kind: str, pause: float = pause) -> float:
                 # The first stage hands nothing back, so torch has it do all of a split backward pass at once.
@@ -55,7 +57,7 @@ def measure(quick: bool) -> list[Figure]:
             step()
             took = min(seconds(step) for _ in range(2 if quick else 4))
             wanted = time_of(orders_of(schedule, stages, WORKERS, MICRO), stages - 1, cost)
-            work = MICRO * 3 * PASS
+            work = MICRO * 3 * a_pass
             found.append(
                 Figure(
                     f"pipeline, {schedule}, {stages} stages on {WORKERS} workers",

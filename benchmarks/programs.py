@@ -6,11 +6,10 @@ kernels have one thread, and so have those here. Each step takes one of four bat
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import distruntime as dr
 
+from . import floors
 from .harness import Figure, in_turn, seconds
 
 # So many steps are under way at once.
@@ -122,21 +122,12 @@ def _trained(
             apart = max(apart, abs(here(*near[batch]).item() - program(*far[batch]).item()))
             alike += program.replays > 0 and program.compiled != "compiling"
         how = "straight-line" if compile is None else str(program.compiled)
-        for what, run, limit in _kinds(name, compile, bar):
-            ratio, ours, theirs = in_turn(partial(run, program, far), partial(run, here, near), rounds)
-            note = f"{ours * 1e3:.2f} ms, local {theirs * 1e3:.2f} ms; losses differ by {apart:.0e}"
-            figures.append(Figure(f"{what} as a program, {how} / local", ratio, "x", limit, note))
+        ratio, ours, theirs = in_turn(
+            partial(_under_way, program, far), partial(_under_way, here, near), rounds
+        )
+        note = f"{ours * 1e3:.2f} ms, local {theirs * 1e3:.2f} ms; losses differ by {apart:.0e}"
+        figures.append(Figure(f"{name} step as a program, {how} / local", ratio, "x", bar, note))
     return figures
-
-
-def _kinds(
-    name: str, compile: str | None, bar: float
-) -> list[tuple[str, Callable[[Any, Any], float], float | None]]:
-    kinds: list[tuple[str, Callable[[Any, Any], float], float | None]] = [(f"{name} step", _under_way, bar)]
-    if name == "MLP":
-        limit = 1.15 if compile is None else None
-        kinds.append((f"{name} step, the loss read each time", _read, limit))
-    return kinds
 
 
 def patched(device: str) -> Training:
@@ -160,51 +151,35 @@ def patched(device: str) -> Training:
     return score, batches
 
 
-def _patching(count: int, rounds: int) -> Figure:
-    """Compare forward passes of which each reads one number, with one activation patched."""
-    (here, near), (there, far) = patched("cpu"), patched("remote")
-    program = dr.program(there)
-    for _ in range(4):
-        assert abs(program(*far[0]).item() - here(*near[0]).item()) < 1e-5
-    assert program.replays, program.why
-    ratio, ours, theirs = in_turn(
-        lambda: _read(program, far, count), lambda: _read(here, near, count), rounds
-    )
-    note = f"{ours * 1e3:.2f} ms, local {theirs * 1e3:.2f} ms"
-    return Figure(f"{count} patched forward passes, a number of each read / local", ratio, "x", 1.2, note)
-
-
-def _serve(pipe: Connection, make: Callable[[str], Training]) -> None:
-    """Answer each byte on a pipe with the number that a step here gives for that batch."""
-    torch.set_num_threads(1)
+def _asked(make: Callable[[str], Training]) -> floors.Answer:
+    """Return what answers with the number that a step here gives for a batch."""
     step, batches = make("cpu")
-    while which := pipe.recv_bytes():
-        pipe.send(step(*batches[which[0] - 1]).item())
+    return lambda which: struct.pack("d", step(*batches[which[0]]).item())
 
 
-def _over_a_pipe(what: str, make: Callable[[str], Training], count: int, rounds: int) -> Figure:
-    """Compare steps that another process makes, one for each byte on a bare pipe: no reading does better."""
-    spawn = get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=_serve, args=(theirs, make), daemon=True)
-    process.start()
-    here, near = make("cpu")
+def _reading(what: str, make: Callable[[str], Training], count: int, rounds: int, bar: float) -> Figure:
+    """Compare steps of which each reads one number, with the same steps that another process makes.
 
-    def asked() -> float:
-        def run() -> None:
-            for k in range(count):
-                ours.send_bytes(bytes([k % len(near) + 1]))
-                ours.recv()
+    It makes one for each message on a bare pipe. No reading does better, since each one waits for a process.
+    """
+    (here, near), (there, far) = make("cpu"), make("remote")
+    program = dr.program(there)
+    for k in range(4):
+        assert abs(program(*far[k]).item() - here(*near[k]).item()) < 1e-5
+    assert program.replays, program.why
+    with floors.pipe(partial(_asked, make)) as pipe:
 
-        return seconds(run) / count
+        def asked() -> float:
+            def run() -> None:
+                for k in range(count):
+                    pipe.ask(bytes([k % len(near)]))
 
-    asked()
-    _read(here, near, count)
-    ratio, there, local = in_turn(asked, lambda: _read(here, near, count), rounds)
-    ours.send_bytes(b"")
-    process.join()
-    note = f"{there * 1e3:.2f} ms, local {local * 1e3:.2f} ms; the floor of a read: nothing of distruntime"
-    return Figure(f"{what}, eager in another process, asked over a bare pipe / local", ratio, "x", None, note)
+            return seconds(run) / count
+
+        asked(), _read(program, far, count)
+        ratio, ours, theirs = in_turn(lambda: _read(program, far, count), asked, rounds)
+    note = f"{ours * 1e3:.2f} ms, over the pipe {theirs * 1e3:.2f} ms"
+    return Figure(f"{what} as a program / the same over a bare pipe", ratio, "x", bar, note)
 
 
 def measure(quick: bool) -> list[Figure]:
@@ -214,7 +189,6 @@ def measure(quick: bool) -> list[Figure]:
         return [
             *_trained("MLP", mlp, (0.95, 0.75), rounds),
             *_trained("GPT-2", gpt2, (0.9, 0.75), rounds),
-            _over_a_pipe("MLP step, the loss read each time", mlp, UNDER_WAY, rounds),
-            _patching(patches, few),
-            _over_a_pipe(f"{patches} patched forward passes, a number of each read", patched, patches, few),
+            _reading("MLP step, the loss read each time,", mlp, UNDER_WAY, rounds, 1.2),
+            _reading("patched forward pass, a number of each read,", patched, patches, few, 1.2),
         ]

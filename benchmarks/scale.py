@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ import torch
 import distruntime as dr
 from distruntime.session.session import active_session
 
+from . import floors
 from .harness import ROOT, Figure
 from .mesh import played
 
@@ -46,6 +47,8 @@ class _Row(NamedTuple):
     replay_process: float
     steady_issuing: float
     steady_process: float
+    # An empty dispatch, in the same process.
+    floor: float
 
 
 def _resident() -> int:
@@ -104,8 +107,9 @@ def session(where: list[str]) -> _Row:
         alone = [_cost(step, 1) for _ in range(15)]
         # Steps of a loop follow each other, and a worker acknowledges several at once.
         steady = min(_cost(step, _STEPS) for _ in range(3))
+        floor = floors.operation(time.thread_time)
     replay = [statistics.median(column) for column in zip(*alone)]
-    return _Row(start, memory, issuing, process, replay[0], replay[1], *steady)
+    return _Row(start, memory, issuing, process, replay[0], replay[1], *steady, floor)
 
 
 def _measured(where: list[str]) -> _Row:
@@ -119,6 +123,18 @@ def _measured(where: list[str]) -> _Row:
 def child() -> None:
     """Print a session's row, of the workers whose addresses stand on standard input."""
     print(json.dumps(session(sys.stdin.read().split())))
+
+
+def _replays(members: str, row: _Row, held: bool) -> Iterator[Figure]:
+    """Yield what a replay costs beside as many empty dispatches as it has operators."""
+    floor = row.floor * _OPERATORS
+    for what, steady, alone, bar in (
+        ("issuing", row.steady_issuing, row.replay_issuing, 1.0),
+        ("whole process", row.steady_process, row.replay_process, 5.0),
+    ):
+        name = f"one of {_STEPS} replays, {members}: {what} / {_OPERATORS:,} empty dispatches"
+        note = f"{steady * 1e3:.2f} ms, {alone * 1e3:.2f} ms alone, floor {floor * 1e3:.2f} ms"
+        yield Figure(name, steady / floor, "x", bar if held else None, note)
 
 
 def measure(quick: bool) -> list[Figure]:
@@ -146,20 +162,7 @@ def measure(quick: bool) -> list[Figure]:
                 None,
                 f"of the whole process; issuing {row.issuing * 1e6:.1f} us",
             ),
-            Figure(
-                f"one of {_STEPS} replays of {_OPERATORS:,} operators, {members}: issuing",
-                row.steady_issuing * 1e3,
-                "ms",
-                5 if large else None,
-                f"{row.replay_issuing * 1e3:.2f} ms alone",
-            ),
-            Figure(
-                f"one of {_STEPS} replays of {_OPERATORS:,} operators, {members}: whole process",
-                row.steady_process * 1e3,
-                "ms",
-                30 if large else None,
-                f"{row.replay_process * 1e3:.2f} ms alone",
-            ),
+            *_replays(members, row, large),
         ]
         if wide:
             ratio = statistics.median(a.process / b.process for a, b in zip(rows[size], rows[1]))

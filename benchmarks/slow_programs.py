@@ -6,8 +6,11 @@ optimizer that counts its steps here. Each loop begins with a new program, so it
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,6 +21,8 @@ import distruntime as dr
 from .harness import Figure, in_turn, seconds
 
 _BATCH, _STEPS, _FOLDS = 32, 100, 3
+# So many plain calls stand against five that are recorded.
+_RECORDED = 50
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # It makes a step, and returns the step and what is called behind each one.
 Making = Callable[[], tuple[Step, Callable[[], object]]]
@@ -101,13 +106,51 @@ def _figure(what: str, make: Making, folds: int, steps: int, bar: float | None, 
     return Figure(f"{what}, as a program / plain", ratio, "x", bar, note)
 
 
+def _addition() -> Callable[[], object]:
+    x = torch.ones(20, 20, device="remote")
+    return lambda: x + 1
+
+
+def _mlp(layers: int) -> Callable[[], object]:
+    """Return a step of an MLP on a worker, with AdamW."""
+    sizes = [10, *[64] * (layers - 1), 1]
+    parts = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
+    model = nn.Sequential(*parts[:-1]).to("remote")
+    step = _step_of(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))
+    return partial(step, torch.randn(_BATCH, 10).to("remote"), torch.randn(_BATCH).to("remote"))
+
+
+def _recording(what: str, work: Callable[[], object], rounds: int) -> Figure:
+    """Compare a call that is recorded with the plain call. Each is this process's own processor time."""
+
+    def cost(once: Callable[[], object], times: int) -> float:
+        dr.synchronize()
+        began = time.process_time()
+        for _ in range(times):
+            once()
+        return (time.process_time() - began) / times
+
+    def recorded() -> None:
+        program = dr.program(work)
+        program()
+        assert program.recordings == 1, program.why
+
+    cost(work, 20), cost(recorded, 3)
+    ratio, ours, theirs = in_turn(lambda: cost(recorded, 5), lambda: cost(work, _RECORDED), rounds)
+    note = f"{ours * 1e3:.1f} ms, plain {theirs * 1e3:.2f} ms; processor time of this process"
+    return Figure(f"a recording of {what} / the plain call", ratio, "x", None, note)
+
+
 def measure(quick: bool) -> list[Figure]:
-    """Return the figures of loops in which a recording is much of the time."""
+    """Return the figures of recordings, and of loops in which a recording is much of the time."""
     rounds = 3 if quick else 9
     with dr.init_master_worker(world_size=1, quiet=True), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         folds = f"a model for each of {_FOLDS} folds"
         return [
+            _recording("one addition", _addition(), rounds),
+            _recording("a step of an MLP of 3 layers", _mlp(3), rounds),
+            _recording("a step of an MLP of 12 layers", _mlp(12), rounds),
             _figure(f"{_STEPS} steps, OneCycleLR, AdamW(fused)", one_cycle, 1, _STEPS, 1.05, rounds),
             _figure(f"{_STEPS} slices of one tensor, SGD", sgd, 1, _STEPS, 1.05, rounds),
             _figure(f"{folds} of 100 steps", sgd, _FOLDS, 100, 1.05, rounds),

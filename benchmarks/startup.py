@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .harness import ROOT, Figure, seconds
+from .floors import import_torch
+from .harness import ROOT, Figure
 
 # It tells when its first value is there, then lets every worker compute, says who they are, and waits.
 _SCRIPT = """
@@ -66,27 +67,22 @@ def measure(quick: bool) -> list[Figure]:
         forked: list[_Launch] = []
         anew: list[_Launch] = []
         for _ in range(rounds):
-            floors.append(seconds(_import_torch))
+            floors.append(import_torch())
             forked.append(_launch(folder, few, _FORKED))
             anew.append(_launch(folder, few, _ANEW))
         large = _launch(folder, many, _FORKED)
+        after = import_torch()
     floor = statistics.median(floors)
     best, first = min(one.first for one in forked), statistics.median(one.first for one in forked)
     ratio = statistics.median(a.first / b.first for a, b in zip(forked, anew, strict=True))
     each = [one.memory / few for one in anew]
     return [
         Figure(
-            f"launch -n {few} to the first remote result",
-            first,
-            "s",
-            5.0,
-            f"at best {best:.1f} s; a Python that only imports torch {floor:.1f} s",
-        ),
-        Figure(
             f"launch -n {few} to the first remote result / import torch alone",
             statistics.median(one.first / alone for one, alone in zip(forked, floors, strict=True)),
             "x",
-            None,
+            2.0,
+            f"{first:.1f} s, at best {best:.1f} s; a Python that only imports torch {floor:.1f} s",
         ),
         Figure(
             f"launch -n {few}, workers forked / each started anew",
@@ -95,7 +91,13 @@ def measure(quick: bool) -> list[Figure]:
             1.0,
             f"{forked[0]}; anew {anew[0]}",
         ),
-        Figure(f"launch -n {many} to a result of every worker", large.all, "s", 60.0, str(large)),
+        Figure(
+            f"launch -n {many} to a result of every worker / import torch alone",
+            large.all / after,
+            "x",
+            10.0,
+            f"{large}; a Python that only imports torch {after:.1f} s",
+        ),
         Figure(
             f"memory of {many} workers, forked / each as one that is started anew",
             large.memory / many / statistics.median(each),
@@ -105,10 +107,6 @@ def measure(quick: bool) -> list[Figure]:
             f"started anew {statistics.median(each) / 2**20:.0f} MiB each (proportional set size)",
         ),
     ]
-
-
-def _import_torch() -> None:
-    subprocess.run([sys.executable, "-c", "import torch"], check=True)
 
 
 def _launch(folder: Path, count: int, program: str) -> _Launch:

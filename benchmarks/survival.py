@@ -18,6 +18,7 @@ import torch
 
 import distruntime as dr
 
+from . import floors
 from .harness import ROOT, Figure
 
 _FIRST = """
@@ -53,24 +54,24 @@ def _python(code: str, *arguments: str) -> str:
 
 
 def _resume(layers: int) -> Figure:
-    """Return the seconds from a new master's first line to its first value of a model that a killed one had
-    published.
+    """Return what passes from a new master's first line to its first value of a model that a killed one had
+    published, beside what it takes to import torch.
     """
     _python(_FIRST, str(layers))
+    floor = floors.import_torch()
     attach, lookup, first, forward = json.loads(_python(_SECOND).splitlines()[-1])
     nbytes = layers * 2048 * 2048 * 4 / 2**30
     parts = f"attach {attach:.2f} s, lookup {lookup:.2f} s, first value {first:.2f} s"
-    note = f"{parts}; then a forward pass, {forward:.2f} s"
-    return Figure(
-        f"a killed master's model of {nbytes:.2f} GiB, in a new one", attach + lookup + first, "s", 1.0, note
-    )
+    note = f"{parts}; then a forward pass, {forward:.2f} s; import torch {floor:.2f} s"
+    name = f"a killed master's model of {nbytes:.2f} GiB, in a new one / import torch alone"
+    return Figure(name, (attach + lookup + first) / floor, "x", 1.0, note)
 
 
 def _death(seconds: float) -> list[Figure]:
     """Return how long a worker's death takes to be an error of what was on it, and what it costs two others
     that work beside it.
     """
-    with dr.init_master_worker(world_size=3, quiet=True):
+    with floors.pipe() as pipe, dr.init_master_worker(world_size=3, quiet=True):
         xs = []
         for node in range(3):
             with dr.on(node):
@@ -100,17 +101,19 @@ def _death(seconds: float) -> list[Figure]:
         start = list(counts)
         time.sleep(seconds)
         after = [(counts[k] - start[k]) / seconds for k in (0, 2)]
+        # The other two are still at work.
+        floor = pipe.death()
         stop.set()
         for thread in threads:
             thread.join()
-    ratio = sum(after) / sum(before)
+    ratio, until = sum(after) / sum(before), ends[1] - killed
     return [
         Figure(
-            "a worker's death, until it is an error",
-            ends[1] - killed,
-            "s",
-            1.0,
-            "kill -9 of one of three under load",
+            "a worker's death, until it is an error / until a bare pipe ends",
+            until / floor,
+            "x",
+            10.0,
+            f"kill -9 of one of three under load: {until * 1e3:.1f} ms, pipe {floor * 1e3:.1f} ms",
         ),
         Figure(
             "the other two after it / before",

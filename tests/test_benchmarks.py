@@ -81,8 +81,8 @@ def test_a_tree_that_cannot_run_a_benchmark_says_why_in_its_row(tmp_path: Path) 
     (package / "__init__.py").touch()
     (package / "__main__.py").write_text("from distruntime import nothing_of_this_name\n")
     side = Side(tmp_path)
-    side.measure("floor", True)
-    (row,) = rows("floor", side, _side([Figure("operation", 2.0, "x", None)]))
+    side.measure("operation", True)
+    (row,) = rows("operation", side, _side([Figure("operation", 2.0, "x", None)]))
     assert row.startswith("| operation | cannot run: ImportError: cannot import name 'nothing_of_this_name'")
     assert row.endswith(" | 2.00 x (2.00) |  |")
 
@@ -90,7 +90,7 @@ def test_a_tree_that_cannot_run_a_benchmark_says_why_in_its_row(tmp_path: Path) 
 @in_git
 @pytest.mark.slow(reason="starts the benchmarks, 3 s")
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
-    with _against(tmp_path, "floor", "--quick", "--against", "HEAD") as process:
+    with _against(tmp_path, "operation", "--quick", "--against", "HEAD") as process:
         assert process.stdout is not None
         # The table's head is printed once the other commit is there.
         assert any(line.rstrip() == HEAD.splitlines()[-1] for line in process.stdout)
@@ -102,7 +102,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
 
 @in_git
 def test_what_is_no_commit_is_said(tmp_path: Path) -> None:
-    with _against(tmp_path, "floor", "--against", "no-such-commit") as process:
+    with _against(tmp_path, "operation", "--against", "no-such-commit") as process:
         _, errors = process.communicate(timeout=90)
         assert process.returncode == 2
         assert "--against takes a commit of this repository, got 'no-such-commit'" in errors
@@ -112,14 +112,14 @@ def test_what_is_no_commit_is_said(tmp_path: Path) -> None:
 @pytest.mark.slow(reason="runs a benchmark four times, each with a worker of its own")
 @pytest.mark.timeout(600)
 def test_a_benchmark_is_measured_in_both_trees(tmp_path: Path) -> None:
-    with _against(tmp_path, "floor", "--quick", "--against", "HEAD") as process:
+    with _against(tmp_path, "operation", "--quick", "--against", "HEAD") as process:
         out, errors = process.communicate(timeout=500)
         assert process.returncode == 0, errors
     _, before, empty, *table = out.splitlines()
     assert before.startswith("before: ") and before.endswith("; after: this tree") and not empty
     assert table[:2] == HEAD.splitlines()
     name, left, right, ratio = [cell.strip() for cell in table[2].strip("|").split("|")]
-    assert name == "operation, drained / floor"
+    assert name == "operation, drained / empty dispatch"
     for cell in (left, right):
         median, each = cell.split(" x ")
         assert float(median) > 0 and len(each.strip("()").split(", ")) == 2

@@ -121,7 +121,7 @@ CONDITIONS = (
         "a clone, its venv and a TMPDIR whose paths have blanks and letters that are not ASCII",
         _PATHS,
         {"TMPDIR": "{folder}/tmp ü"},
-        prepare=("mkdir '{folder}/tmp ü'",),
+        prepare=("mkdir {folder}/'tmp ü'",),
         clone="{folder}/ein Pfad mit ä",
     ),
     Condition(

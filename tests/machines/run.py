@@ -111,7 +111,7 @@ def revealed(folder: Path, paths: Sequence[str]) -> list[str]:
         if above:
             closed.setdefault(above[0], []).append(path)
     for k, (top, hidden) in enumerate(closed.items()):
-        kept = [(f"{folder}/kept-{k}-{j}", shlex.quote(path)) for j, path in enumerate(hidden)]
+        kept = [(shlex.quote(f"{folder}/kept-{k}-{j}"), shlex.quote(path)) for j, path in enumerate(hidden)]
         lines += [f"mkdir {there} && mount --bind {path} {there}" for there, path in kept]
         lines += [f"mount -t tmpfs -o mode=755 tmpfs {shlex.quote(str(top))}"]
         lines += [f"mkdir -p {path} && mount --bind {there} {path}" for there, path in kept]
@@ -143,7 +143,7 @@ def made(condition: Condition) -> Iterator[tuple[list[str], dict[str, str], Path
         if condition.clone:
             tree = Path(condition.clone.format(**fill))
             python = clone(tree)
-        lines = [line.replace("{folder}", str(folder)) for line in condition.prepare]
+        lines = [line.replace("{folder}", shlex.quote(str(folder))) for line in condition.prepare]
         before = [word.format(**fill) for word in shlex.split(condition.prefix)]
         if condition.nobody:
             home = folder / "home"
@@ -173,7 +173,7 @@ def run(condition: Condition, everything: bool, words: Sequence[str]) -> bool:
     LOGS.mkdir(parents=True, exist_ok=True)
     log = LOGS / f"{condition.name}.txt"
     chosen = [] if everything else condition.tests.split()
-    pytest = ["-m", "pytest", "-q", "-rs", f"--timeout={LIMIT}", "-m", "not slow", "-n", str(PROCESSES)]
+    pytest = ["-m", "pytest", "-q", "-rfEs", f"--timeout={LIMIT}", "-m", "not slow", "-n", str(PROCESSES)]
     pytest += ["--dist", "worksteal", *dict.fromkeys(chosen), *words]
     began = time.monotonic()
     with made(condition) as (before, environment, tree), neighbours(condition.busy), log.open("wb") as output:

@@ -8,13 +8,14 @@
 #   make bench    the figures of the README and docs/design.md; ARGS="--against REV" has them of another commit and of this tree
 #   make gpu      27 checks on a machine with a GPU and its figures, in ten minutes; nothing is downloaded
 #   make accelerator  the GPU's path on an accelerator that is simulated: it needs a C++ compiler, and says so without one
+#   make test-machines  the tests that depend on a machine, on 13 unlike ones: another processor, home, user, language
 #   make ecosystem  a script for each of 43 libraries, here and on a worker, in a venv of their own: some five minutes
 #   make torch-tests  PyTorch's own tests on remote tensors and in dr.spmd, a sample of them: some 20 minutes
 #   make examples  every example, with those that take long
 #   make piece    a piece of the lanes that take long, another one at each commit: it is what CI runs of them
 #   make lanes    all of these that check, one after the other, with a line for each: many hours
 #   make long     what takes hours: every dtype of op_db, its wrong inputs, every architecture of transformers, an hour of fuzzing, 200 faults, half an hour
-#                 of soak, 24,000 random programs, 200 random programs of dr.program
+#                 of soak, 24,000 random programs, 200 random programs of dr.program, 60 mistakes that the suite must notice
 # PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" takes torch's CPU build (0.2 GB instead of 3 GB with CUDA).
 
 PYTHON := $(firstword $(foreach p,$(PYTHON) python3 python3.13 python3.12 python3.11 python3.10,\
@@ -81,6 +82,7 @@ long: .venv/.tests
 	PYTHONPATH=tests/help $(BIN)/python tests/long/op_db_dtypes.py
 	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/error_inputs.py
 	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/mistakes.py
+	PYTHONPATH=tests/help $(BIN)/python tests/long/mutants.py
 	PYTHONPATH=tests/help $(BIN)/python tests/long/transformers_many.py
 	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/fuzz_hour.py
 	PYTHONPATH=.:worker:tests/help OMP_NUM_THREADS=1 $(BIN)/python tests/long/chaos.py --seed 0 --faults 200
@@ -103,7 +105,7 @@ piece: .venv/.tests
 	$(BIN)/python .ci/pieces.py $(ARGS)
 
 # It goes on behind a lane that fails, and fails at the end. ARGS="docs accelerator" runs some of them.
-LANES = $(or $(ARGS),check docs test-all accelerator gpu-simulated examples bench-quick ecosystem torch-tests long)
+LANES = $(or $(ARGS),check docs test-all test-machines accelerator gpu-simulated examples bench-quick ecosystem torch-tests long)
 
 lanes:
 	@mkdir -p build/lanes; failed=0; \
@@ -115,6 +117,10 @@ lanes:
 
 accelerator: .venv/.tests
 	$(KEPT) $(BIN)/python tests/accelerator/run.py $(ARGS)
+
+# ARGS="path home" runs under some of the conditions, ARGS=--list prints them, ARGS=--all runs all of `make test` under each.
+test-machines: .venv/.tests
+	$(KEPT) $(BIN)/python tests/machines/run.py $(ARGS)
 
 # The libraries have a venv of their own: they bring 200 packages, and their plug-ins would be found by the suite.
 # ARGS="timm peft" runs some, ARGS="--page docs/ecosystem.md" also writes the page's table.
@@ -154,4 +160,4 @@ torch-tests: .venv/.torch-tests
 	@touch $@
 
 .PHONY: demo test test-all check rooms docs bench bench-quick examples gpu gpu-simulated accelerator ecosystem ecosystem-some
-.PHONY: torch-tests long lanes piece
+.PHONY: torch-tests long lanes piece test-machines

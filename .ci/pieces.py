@@ -57,6 +57,9 @@ PIECES = (
             "tests/python tests/worker tests/backend tests/torch_tests",
             "tests/cluster tests/publishing tests/hostile",
             "tests/layers tests/test_tutorial.py",
+            "tests/checkpoint tests/parallel tests/mesh",
+            "tests/session tests/streams tests/tensors tests/testing tests/wire",
+            "tests/torch_db tests/test_pages.py",
         ),
     ),
     Piece(
@@ -105,6 +108,10 @@ PIECES = (
         "python tests/long/soak.py --minutes 3",
     )),
     Piece("recorded", "OMP_NUM_THREADS=1 python tests/long/recorded.py --programs 20 --calls 25"),
+    Piece("machines", "make test-machines ARGS='{lot}'", (
+        "old-processor small-shm", "one-core", "busy", "user", "home no-ipv6", "language", "ascii", "path",
+        "settings",
+    )),
     Piece("accelerator-programs", "make accelerator ARGS='--programs 200 -k random_programs'"),
 )  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import getpass
 import importlib
 import importlib.util
 import socket
@@ -23,6 +22,7 @@ from .errors import ConfigurationError, ConnectionFailed
 from .launching.ssh_session import need_ssh
 from .session.tables import table_text
 from .timeline.top import COMPUTES, JOINS, MASTER, QUEUED, WAITS, Looks, strips
+from .wire.identity import user_name
 from .wire.messages import AskActivity, AskStacks, AskWorker, SessionRow, StopWorker, WorkerReport
 from .wire.units import printable, size_text, span
 
@@ -108,7 +108,7 @@ def stacks(options: argparse.Namespace) -> int:
 
 def stop(options: argparse.Namespace) -> int:
     """End workers, with all of their sessions. Return 1 if one of them did not answer."""
-    reason = f"`distruntime stop` by {getpass.getuser()} on {socket.gethostname()}"
+    reason = f"`distruntime stop` by {user_name()} on {socket.gethostname()}"
     with _observer(options, options.addresses) as observer:
         answers = observer.ask(lambda request: StopWorker(request, reason), options.timeout)
     for answer in answers:

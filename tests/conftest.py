@@ -28,6 +28,7 @@ from distruntime.cluster import named_sessions
 from distruntime.session.session import active_session
 from leftovers import Leftovers
 from processes import STARTING
+from user_settings import take_out
 
 # A shell starts background jobs with Ctrl-C ignored, and children inherit that. The tests press Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -43,6 +44,9 @@ torch.set_num_threads(1)
 for _name in ("torch.distributed.tensor", "torch._dynamo"):
     importlib.import_module(_name)
 
+# Tests set what they try, and suppose the defaults of everything else. The processes of pytest-xdist have the
+# environment of the one that starts them, with what the suite has put there.
+_taken_out = [] if "PYTEST_XDIST_WORKER" in os.environ else take_out(os.environ)
 _shared: list[object] = []
 _leftovers: list[Leftovers] = []
 
@@ -56,6 +60,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         _leftovers.append(Leftovers())
         config.option.basetemp = config.option.basetemp or str(_leftovers[0].tests)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the user's settings that the suite has run without."""
+    if _taken_out:
+        terminalreporter.write_line(f"the suite ran without your {', '.join(_taken_out)}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,6 +15,7 @@ import pytest
 from benchmarks.__main__ import BENCHMARKS
 
 ROOT = Path(__file__).resolve().parents[1]
+MACHINES = ROOT / "tests" / "machines" / "conditions.py"
 
 
 def _pieces() -> ModuleType:
@@ -40,7 +41,11 @@ def test_every_file_and_folder_that_a_piece_names_is_there() -> None:
 
 def test_every_file_with_a_slow_test_has_a_turn() -> None:
     folders = [ROOT / path for lot in LOTS["slow-tests"] for path in lot.split()]
-    slow = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.slow" in path.read_text()]
+    slow = [
+        path
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "mark.slow" in path.read_text(encoding="utf-8")
+    ]
     # The examples are a piece of their own, and so is the accelerator's lane.
     elsewhere = [
         ROOT / "tests" / "test_examples.py",
@@ -51,12 +56,16 @@ def test_every_file_with_a_slow_test_has_a_turn() -> None:
     assert without == []
 
 
-def test_every_benchmark_and_every_library_has_a_turn() -> None:
+def test_every_benchmark_machine_and_library_has_a_turn() -> None:
     measured = {name for lot in LOTS["benchmarks"] for name in lot.split()}
     assert measured == set(BENCHMARKS) - {"gpu"}
     checks = [int(number) for lot in LOTS["gpu"] for number in lot.split()]
     assert checks == list(range(1, len(checks) + 1))
-    cases = "".join(path.read_text() for path in (ROOT / "tests" / "ecosystem").glob("*.py"))
+    cases = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "ecosystem").glob("*.py"))
+    here = {name for lot in LOTS["machines"] for name in lot.split()}
+    machines = set(re.findall(r'Condition\(\s*"([^"]+)"', MACHINES.read_text(encoding="utf-8")))
+    # `.ci/run` has the two of oneDNN at each commit.
+    assert machines - here == {"onednn-avx2", "onednn-sse41"} and here < machines
     libraries = set(re.findall(r'@case\(\s*"([^"]+)"', cases))
     assert libraries - {name for lot in LOTS["ecosystem"] for name in lot.split()} == set()
 

@@ -104,8 +104,15 @@ def tasks(text: str, hosts: int) -> list[int]:
 def _answer(words: Sequence[str], text: str | None = None) -> str:
     """Return what one of Slurm's commands prints."""
     try:
+        # A script may name paths in any letters, which go through as they are whatever the locale.
         done = subprocess.run(
-            list(words), input=text, capture_output=True, text=True, timeout=_ANSWER, check=True
+            list(words),
+            input=text,
+            capture_output=True,
+            encoding="utf-8",
+            errors="surrogateescape",
+            timeout=_ANSWER,
+            check=True,
         )
     except FileNotFoundError:
         raise ConfigurationError(

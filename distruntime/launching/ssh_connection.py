@@ -184,7 +184,9 @@ class SshConnection:
             done = subprocess.run(
                 [*words, "--", self.address.destination],
                 capture_output=True,
-                text=True,
+                # The other machine may speak another language than this process reads.
+                encoding="utf-8",
+                errors="replace",
                 timeout=_CONTROL,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import getpass
-import os
 import socket
 import stat
 from pathlib import Path
@@ -18,6 +16,7 @@ from nacl.exceptions import BadSignatureError
 from nacl.signing import SigningKey, VerifyKey
 
 from ..errors import ConfigurationError, UntrustedError
+from ..wire.identity import user_name
 from ..wire.keys import require_own, user_file, write_private
 
 # A signature covers these bytes first, so that one made for another purpose does not count here.
@@ -46,12 +45,7 @@ def trusted_path() -> Path:
 
 def person() -> str:
     """Return "user@host": who signs here, in this process's own words."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):
-        # This user id has no name, as in some containers.
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"
+    return f"{user_name()}@{socket.gethostname()}"
 
 
 def own_key() -> SigningKey:

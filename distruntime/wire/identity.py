@@ -1,10 +1,11 @@
-"""Which process this is, in words that another process of the same machine can check.
+"""Which process this is, and whose, in words that another process of the same machine can check.
 
 Did it die, or is only the network silent?
 """
 
 from __future__ import annotations
 
+import getpass
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,8 @@ from .messages import Plain
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="ascii").strip()
+        # A process may have a name in any letters.
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
 
@@ -38,6 +40,15 @@ def _started(pid: int) -> str:
     """
     fields = _read(f"/proc/{pid}/stat").rpartition(") ")[2].split()
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
+
+
+def user_name() -> str:
+    """Return the name of this process's user, or the number of one that has no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        # In a container, the user is often a number alone.
+        return str(os.getuid())
 
 
 def vicinity() -> str:

@@ -19,8 +19,9 @@ from processes import until
 # So many seconds processes have to end that are just ending.
 _PATIENCE = 30.0
 _SHARED = Path("/dev/shm")
-# torch keeps what it has compiled there for later processes of this user.
-_OTHERS = ("torchinductor_",)
+# These are not ours. torch keeps there what it has compiled for later processes of this user, and torchrun
+# keeps the logs of its ranks. Python's multiprocessing leaves its folder where a test has killed the process.
+_OTHERS = ("torchinductor_", "torchelastic_", "pymp-")
 
 
 class Leftovers:
@@ -33,8 +34,11 @@ class Leftovers:
         self.folder.chmod(0o711)
         self.tests = self.folder / "t"
         self._shared = set(_segments())
-        self._before = {name: os.environ.get(name) for name in ("TMPDIR", "DISTRUNTIME_STATE")}
-        os.environ["TMPDIR"], os.environ["DISTRUNTIME_STATE"] = str(self.folder), str(self.folder / "state")
+        # Workers at a port of this machine ask for a key, and the first of them makes it there. So the user's
+        # home gets none, and may be one that cannot be written.
+        own = {"TMPDIR": "", "DISTRUNTIME_STATE": "state", "XDG_CONFIG_HOME": "config"}
+        self._before = {name: os.environ.get(name) for name in own}
+        os.environ.update({name: str(self.folder / inside) for name, inside in own.items()})
         tempfile.tempdir = None
 
     def found(self) -> list[str]:
@@ -65,8 +69,10 @@ class Leftovers:
 
     def _folders(self) -> Iterator[str]:
         for path in sorted(self.folder.iterdir()):
-            if path not in (self.tests, self.folder / "state") and not path.name.startswith(_OTHERS):
-                yield f"{'the folder' if path.is_dir() else 'the file'} {path.name}"
+            kept = (self.tests, self.folder / "state", self.folder / "config")
+            if path not in kept and not path.name.startswith(_OTHERS):
+                inside = ", ".join(sorted(os.listdir(path))[:5]) if path.is_dir() else ""
+                yield f"{'the folder' if path.is_dir() else 'the file'} {path.name} ({inside})"
         for path in self.folder.glob("state/**/*"):
             if path.is_socket():
                 yield f"the socket {path.relative_to(self.folder)}"

@@ -282,7 +282,8 @@ def lock_of_threads(here: Here) -> State:
     return (lambda: 2.0 if lock.locked() else 1.0), change
 
 
-@kind("guarded or recorded", "[Qq]ueue")
+# In Python 3.14 what the queue's lock gives is named.
+@kind("guarded or recorded", r"[Qq]ueue|\b_thread\.lock\b")
 def queue_of_threads(here: Here) -> State:
     items: queue.Queue[float] = queue.Queue()
     return (lambda: items.qsize() + 1), (lambda k: items.put(1.0))

@@ -23,6 +23,7 @@ import torch
 
 import distruntime as dr
 from distruntime.errors import ConfigurationError, ConnectionFailed
+from distruntime.session.session import active_session
 from distruntime.wire.channel import Channel, PeerGone
 from distruntime.wire.codec import decode, encode
 from distruntime.wire.keys import KeyPair
@@ -508,8 +509,13 @@ def test_a_worker_whose_messages_make_no_sense_harms_nobody(bad_worker: BadWorke
 
 
 def test_a_worker_cannot_answer_for_another(bad_worker: BadWorker) -> None:
-    for number in range(1, 300):
+    session = active_session()
+    asked = session.requests.new(session.nodes[0], "item")
+    for number in range(asked.number, asked.number + 300):
         bad_worker.say(encode(Reply(number, 7.0)))
+    until(lambda: asked.done or session.nodes[1].failed)
+    assert not asked.done and "which went to another node" in str(session.nodes[1].failed)
+    session.requests.discard(asked)
     for _ in range(50):
         assert computes()
 

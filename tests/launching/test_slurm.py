@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -34,7 +35,11 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(folder: Path, name: str, code: str) -> None:
-    (folder / name).write_text(f"#!{sys.executable}\nimport json, os, sys\n{code}\n")
+    program = folder / f"{name}.py"
+    program.write_text(f"import json, os, sys\n{code}\n")
+    # The first line of a script can name no Python whose path has blanks.
+    words = shlex.join([sys.executable, str(program)])
+    (folder / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n', encoding="utf-8")
     (folder / name).chmod(0o755)
 
 
@@ -222,7 +227,7 @@ def test_a_job_is_queued_again_before_its_time_is_over(slurm: OneNodeSlurm, tmp_
 def test_kill_9_of_a_launch_in_an_allocation_leaves_nothing(slurm: OneNodeSlurm, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WAITS)
     pid = tmp_path / "pid"
-    inside = f"echo $$ > {pid}; exec {sys.executable} -m distruntime launch --slurm train.py"
+    inside = f"echo $$ > {pid}; exec {shlex.quote(sys.executable)} -m distruntime launch --slurm train.py"
     program = ("salloc", "--quiet", "--ntasks=2", "--overcommit")
     with Launch(tmp_path, "sh", "-c", inside, program=program, **slurm.variables) as launch:
         launch.until_said("computes")

@@ -88,9 +88,11 @@ def test_the_oldest_of_too_many_failures_goes() -> None:
     assert len(ledger.unread) == 1000 and (1, 1000) not in ledger.unread
 
 
-@pytest.mark.parametrize("on_mesh", [False, True])
-def test_a_segment_that_ctrl_c_kept_from_going_goes_by_itself(session: Session, on_mesh: bool) -> None:
-    """A read of its values waited for ever: nothing else was left to send."""
+@pytest.mark.parametrize(("on_mesh", "gone"), [(False, False), (True, False), (False, True)])
+def test_a_segment_that_ctrl_c_kept_from_going_goes_by_itself(
+    session: Session, on_mesh: bool, gone: bool
+) -> None:
+    """A read of its values waited for ever: nothing else was left to send. One that is `gone` runs once."""
     mesh = dr.init_device_mesh("cpu", (len(session.nodes),)) if on_mesh else None
     x = torch.ones(3, device="remote" if mesh is None else mesh.device)
     log = x._handle.place.node
@@ -100,18 +102,21 @@ def test_a_segment_that_ctrl_c_kept_from_going_goes_by_itself(session: Session, 
 
     def interrupted(*args: object, **kwargs: object) -> None:
         log.outlet.send = send
+        if gone:
+            send(*args, **kwargs)
         raise KeyboardInterrupt
 
     with log.lock:
         # No word may be sent meanwhile but the one of the operation.
         log.flush()
         log.enough = 1 << 30
-        y = x + 1
+        x.add_(1)
         log.outlet.send = interrupted
         with pytest.raises(KeyboardInterrupt):
             log.flush()
     until(lambda: log.outlet.unsent is None and not log.flights)
-    assert y.tolist() == [2, 2, 2]
+    # What is issued now comes behind all that has been sent.
+    assert (x + 0).tolist() == [2, 2, 2]
 
 
 def test_a_worker_that_is_lost_while_its_mesh_sends_is_waited_for_no_more(

@@ -25,6 +25,7 @@ from torch.distributed.tensor import (
     rand,
     zeros,
 )
+from torch.distributed.tensor import randn as drawn
 from torch.distributed.tensor.experimental import implicit_replication, local_map
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -231,6 +232,13 @@ def test_two_meshes_do_not_mix(two_workers: None) -> None:
     a, b = (distribute_tensor(X.to(m.device), m, [Shard(0)]) for m in (one, other))
     with pytest.raises((RuntimeError, ValueError, dr.PlacementError)):
         a + b
+
+
+def test_what_is_drawn_behind_a_dtensor_is_something_else(mesh: dr.DeviceMesh) -> None:
+    cut = drawn(8, 4, device_mesh=mesh, placements=[Shard(0)] * mesh.ndim).to_local()
+    plain = torch.randn(cut.shape, device=mesh.device)
+    for before, after in itertools.product(dr.shards(cut), dr.shards(plain)):
+        assert not torch.isin(before, after).any()
 
 
 def test_flattened_dimensions(two_workers: None) -> None:

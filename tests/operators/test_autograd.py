@@ -187,6 +187,15 @@ def test_backward_twice(device: str) -> Any:
 
 
 @agrees
+def test_backward_twice_through_what_the_worker_has_recorded(device: str) -> Any:
+    x = tensor(device, 2, 3, 4, grad=True)
+    y = nn.functional.scaled_dot_product_attention(x, x, x).square().sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    return x.grad
+
+
+@agrees
 def test_backward_with_inputs_and_gradients(device: str) -> Any:
     x, y = tensor(device, 3, grad=True), tensor(device, 3, seed=1, grad=True)
     z = x * y

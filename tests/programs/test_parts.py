@@ -238,6 +238,20 @@ def test_what_a_copy_brings_may_be_kept(session: Any) -> None:
     assert replayed_as_eager(make).replays == 6
 
 
+def test_what_was_there_is_copied_after_something_else_is_there(session: Any) -> None:
+    def make() -> Case:
+        box = SimpleNamespace(held=_full(1.0))
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            before = box.held
+            box.held = before + x
+            return before.to(dr.place(1, "cpu"))
+
+        return Case(step, lambda k: (_full(0.1 * k),), lambda: (box.held,))
+
+    assert replayed_as_eager(make).replays == 6
+
+
 def test_a_failure_crosses_to_the_other_node_and_names_both_lines(session: Any) -> None:
     table = torch.randn(5, 3).to(REMOTE)
 

@@ -243,6 +243,21 @@ def test_what_a_replay_changes_in_place_counts_for_graphs_outside(session: objec
         loss.backward()
 
 
+def test_an_argument_that_a_replay_changes_counts_for_graphs_outside(session: object) -> None:
+    def grow(x: torch.Tensor) -> None:
+        x.mul_(2)
+
+    program, x = dr.program(grow), torch.ones(3, device=REMOTE)
+    for _ in range(3):
+        program(x)
+    w = torch.ones(3, device=REMOTE, requires_grad=True)
+    loss = (w * x).sum()
+    program(x)
+    assert program.replays == 2
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_on_a_node_with_streams_replays_keep_the_order(session: object) -> None:
     stream = dr.Stream()
     w = torch.zeros(3, device=REMOTE)

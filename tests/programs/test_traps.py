@@ -592,6 +592,32 @@ def test_arguments_must_be_remote_and_stay_as_they_are(x: torch.Tensor) -> None:
         program(leaf)
 
 
+def test_a_float_decides_anew_in_each_call(x: torch.Tensor) -> None:
+    def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x * factor if factor > 0.5 else x + factor
+
+    program = dr.program(scaled)
+    for factor in (0.9, 0.8, 0.7, 0.6, 0.4, 0.3, 0.2):
+        assert torch.equal(program(x, factor).cpu(), scaled(x.cpu(), factor)), factor
+    assert program.replays >= 2
+
+
+def test_a_parameter_that_is_frozen_gets_no_gradient_any_more(x: torch.Tensor) -> None:
+    w, v = (torch.ones(3, device=REMOTE, requires_grad=True) for _ in range(2))
+
+    def gradients(x: torch.Tensor) -> None:
+        w.grad = v.grad = None
+        ((w * x).sum() + (v * x).sum()).backward()
+
+    program = dr.program(gradients)
+    for _ in range(4):
+        program(x)
+    assert program.replays >= 1
+    v.requires_grad_(False)
+    program(x)
+    assert w.grad is not None and v.grad is None
+
+
 def test_no_graph_leaves_a_program_not_even_the_first_time(x: torch.Tensor) -> None:
     model = torch.nn.Linear(3, 1).to(REMOTE)
     program = dr.program(lambda x: model(x).sum())

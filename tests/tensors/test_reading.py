@@ -212,7 +212,18 @@ def test_fetch_keeps_the_trees_shape_and_its_ties(session: object) -> None:
     assert got["a"][0] is got["again"] and got["local"] is tree["local"]
     assert isinstance(got["parameter"], torch.nn.Parameter) and got["parameter"].requires_grad
     assert type(got["state"]) is type(tree["state"])
+    # Two tensors of one memory are tied, although they are two.
+    assert got["state"]["weight"].data_ptr() == got["parameter"].data_ptr()
     assert dr.fetch(5) == 5 and dr.fetch([]) == []
+
+
+def test_memory_that_was_sent_may_be_written_at_once(session: object) -> None:
+    local = torch.zeros(1 << 15)
+    # The worker reads nothing yet, and so much does not fit into what the system keeps for it.
+    with stopped(dr.nodes()[0].pid):
+        sent = [local.to(REMOTE) for _ in range(16)]
+        local.fill_(1)
+    assert not any(x.any() for x in dr.fetch(sent))
 
 
 def test_a_fetch_sees_the_value_at_its_point_of_the_program(session: object) -> None:

@@ -127,15 +127,27 @@ def test_indexing(device: str) -> Any:
 
 @agrees
 def test_shapes_that_depend_on_data(device: str) -> Any:
-    x = torch.tensor([3, 0, 3, 1, 0]).to(device)
+    x, y = torch.tensor([3, 0, 3, 1, 0]).to(device), torch.tensor([0, 0, 0, 2, 0]).to(device)
     return (
         x.nonzero(),
+        # The call is known by now, and gives another shape all the same.
+        y.nonzero(),
+        y[y > 0],
         x.unique(return_counts=True, return_inverse=True),
         x[x > 0],
         torch.bincount(x),
         x.repeat_interleave(x),
         torch.where(x),
     )
+
+
+@agrees
+def test_views_see_what_is_sent_into_their_memory(device: str) -> Any:
+    x, y = torch.zeros(2, 3).to(device), torch.zeros(2, 3).to(device)
+    flat, row = x.view(-1), y[1]
+    x.copy_(torch.arange(6.0).view(2, 3))
+    row.copy_(torch.ones(3))
+    return x, flat, y, row
 
 
 def test_small_tensors_that_were_sent_can_grow(session: object) -> None:

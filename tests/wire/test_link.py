@@ -39,6 +39,12 @@ def test_what_is_not_acknowledged_is_bounded(seed: int) -> None:
         assert more or bytes_ < LARGE
 
 
+def test_one_in_so_many_small_messages_is_acknowledged() -> None:
+    link = Link(b"peer")
+    due = [number for number in range(1, 4 * EVERY + 1) if link.count(0, False)]
+    assert due == [EVERY, 2 * EVERY, 3 * EVERY, 4 * EVERY]
+
+
 def test_memory_is_the_users_again_when_it_has_arrived_or_is_copied() -> None:
     link, data = Link(b"peer"), bytearray(b"abc")
     sent = Delivery(link, [b"head", memoryview(data)])

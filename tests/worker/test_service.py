@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,10 +25,11 @@ def test_the_unit_runs_the_worker_with_the_same_arguments(
     assert cli.main(["--config", "worker.toml", "--print-systemd", "--max-memory", "50%"]) == 0
     printed = capsys.readouterr().out
     (command,) = [line for line in printed.splitlines() if line.startswith("ExecStart=")]
-    # systemd gives a percent sign a meaning of its own.
-    assert command == (
-        f"ExecStart={sys.executable} -m distruntime_worker --config {tmp_path}/worker.toml --max-memory 50%%"
-    )
+    # systemd quotes words as a shell does, and gives a percent sign a meaning of its own.
+    assert shlex.split(command.removeprefix("ExecStart=")) == [
+        *(sys.executable, "-m", "distruntime_worker"),
+        *("--config", f"{tmp_path}/worker.toml", "--max-memory", "50%%"),
+    ]
     assert "RestartPreventExitStatus=2" in printed
     assert 'x "a b$$"' in unit(["x", "a b$"]) and f"--key={tmp_path}/k" in unit(["--key=k"])
 

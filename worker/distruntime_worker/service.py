@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import logging
 import os
@@ -13,6 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import final
+
+from distruntime.wire.identity import user_name
 
 # These name files. A service runs in another folder than the person who asks for its unit.
 _FILES = ("--config", "--key", "--log-file")
@@ -52,7 +53,7 @@ def unit(arguments: Sequence[str]) -> str:
     program = shutil.which("distruntime-worker")
     command = [program] if program else [sys.executable, "-m", "distruntime_worker"]
     words = [*command, *_absolute([word for word in arguments if word != "--print-systemd"])]
-    return _UNIT.format(user=getpass.getuser(), command=" ".join(map(_quoted, words)))
+    return _UNIT.format(user=user_name(), command=" ".join(map(_quoted, words)))
 
 
 def _absolute(arguments: Sequence[str]) -> list[str]:

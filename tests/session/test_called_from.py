@@ -228,7 +228,7 @@ for cell in CELLS:
 """
 
 
-def test_a_cell_of_ipython_is_named_by_its_number() -> None:
+def test_a_cell_of_ipython_is_named_by_its_number(tmp_path: Path) -> None:
     pytest.importorskip("IPython")
     cells = [
         "import torch, distruntime as dr; session = dr.init_master_worker(world_size=1, quiet=True)",
@@ -241,7 +241,7 @@ def test_a_cell_of_ipython_is_named_by_its_number() -> None:
     path = os.pathsep.join([str(ROOT), str(ROOT / "worker")])
     ran = subprocess.run(
         [sys.executable, "-c", f"CELLS = {cells!r}\n{CELLS}"],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "IPYTHONDIR": os.devnull},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "IPYTHONDIR": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=120,

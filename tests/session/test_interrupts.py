@@ -41,13 +41,13 @@ for cell in (
 """
 
 
-def test_a_cell_says_what_is_queued_as_long_as_something_is() -> None:
+def test_a_cell_says_what_is_queued_as_long_as_something_is(tmp_path: Path) -> None:
     if importlib.util.find_spec("IPython") is None:
         pytest.skip("IPython is not installed")
     path = os.pathsep.join([str(ROOT), str(ROOT / "worker")])
     ran = subprocess.run(
         [sys.executable, "-c", CELLS],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "IPYTHONDIR": os.devnull},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "IPYTHONDIR": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=100,

@@ -228,6 +228,7 @@ def fits(form: str, value: Any) -> bool:
     return True
 
 
+@pytest.mark.slow(reason="begins and ends many sessions, 6 s")
 def test_sessions_that_have_ended_leave_no_descriptors(
     fresh_session: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 import distruntime as dr
+from fewer import fewer
 from processes import STARTING
 from random_programs import FAILED, Program, Run, World
 
@@ -42,7 +43,7 @@ def failures_are_known() -> None:
             pass
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", fewer([1, 2], 3, "another seed, 17 s"))
 def test_programs_side_by_side_give_the_serial_result(seed: int, world: World) -> None:
     run = Run(world, seed, threads=2, programs=14, publish=True, most_wrong=1, patience=60)
     tally = run.go()

@@ -328,6 +328,7 @@ def test_what_does_not_fit_says_what() -> None:
         assert Path(dr.__file__).parent not in Path(caught.traceback[-1].path).parents
 
 
+@pytest.mark.slow(reason="records a step over four members, 6 s")
 def test_a_training_step_is_recorded_as_a_program() -> None:
     P = spaced((1, 1, 2, 2))
     found = []

@@ -144,6 +144,7 @@ def body(calls: list[int]) -> int:
     return len(calls)
 
 
+@pytest.mark.slow(reason="interrupts for 5 s")
 def test_no_interrupt_strikes_outside_of_its_call() -> None:
     around = Around(lambda message: None, lambda thread: None, lambda: True)
     current: list[Running] = []

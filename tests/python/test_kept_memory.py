@@ -116,6 +116,7 @@ def test_a_loader_whose_batches_are_one_buffer(session: Any, ahead: int) -> None
         assert [float(batch[0]) for batch in kept] == [float(k) for k in range(6)]
 
 
+@pytest.mark.slow(reason="starts a rank that imports torch, 8 s")
 def test_a_member_of_spmd_writes_what_it_has_kept(session: Any) -> None:
     """The processes of a mesh's members keep what they were handed."""
     mesh = dr.init_device_mesh("cpu", (2,))

@@ -165,6 +165,7 @@ async def test_a_place_belongs_to_its_task() -> None:
     assert await asyncio.gather(*(make(k % 2) for k in range(10))) == [0, 1] * 5
 
 
+@pytest.mark.slow(reason="starts a prompt, 10 s")
 async def test_a_cell_of_ipython_may_await() -> None:
     """IPython runs such a cell in an event loop."""
     code = (

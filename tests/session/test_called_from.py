@@ -228,6 +228,7 @@ for cell in CELLS:
 """
 
 
+@pytest.mark.slow(reason="starts a prompt, 10 s")
 def test_a_cell_of_ipython_is_named_by_its_number(tmp_path: Path) -> None:
     pytest.importorskip("IPython")
     cells = [

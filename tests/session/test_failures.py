@@ -348,6 +348,7 @@ def test_an_error_of_the_body_is_not_replaced(fresh_session: Callable[..., Any])
             raise ZeroDivisionError
 
 
+@pytest.mark.slow(reason="fails a hundred thousand times, 6 s")
 def test_many_failures_cost_bounded_memory_and_name_the_first(session: object) -> None:
     first = out_of_range()
     for _ in range(3_000):

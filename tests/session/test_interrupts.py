@@ -41,6 +41,7 @@ for cell in (
 """
 
 
+@pytest.mark.slow(reason="starts a prompt, 10 s")
 def test_a_cell_says_what_is_queued_as_long_as_something_is(tmp_path: Path) -> None:
     if importlib.util.find_spec("IPython") is None:
         pytest.skip("IPython is not installed")

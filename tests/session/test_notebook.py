@@ -113,6 +113,7 @@ def result(client: Client, cell: int, kind: str = "text/html") -> str:
     return str(found)
 
 
+@pytest.mark.slow(reason="starts a notebook, 10 s")
 def test_no_cell_says_anything_on_standard_error(client: Client) -> None:
     assert [printed(client, cell, "stderr") for cell in range(len(CELLS))] == [""] * len(CELLS)
 

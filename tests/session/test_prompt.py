@@ -213,6 +213,7 @@ def test_ipython_says_it_too(tmp_path: Path) -> None:
         shell.close()
 
 
+@pytest.mark.slow(reason="starts a prompt, 8 s")
 def test_a_shutdown_that_waits_says_so_and_control_c_ends_it(python: Terminal) -> None:
     python.enter(SLOW)
     python.send("dr.shutdown()\n")

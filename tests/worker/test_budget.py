@@ -354,6 +354,7 @@ def worker(tmp_path: Path, *options: str) -> Iterator[str]:
         process.wait()
 
 
+@pytest.mark.slow(reason="starts a worker with little memory, 9 s")
 def test_a_session_that_asks_for_too_much_hears_who_holds_what_and_goes_on(tmp_path: Path) -> None:
     dr.shutdown()
     with (

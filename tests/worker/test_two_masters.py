@@ -111,6 +111,7 @@ def test_two_masters_train_at_once_in_fair_turns(daemon: ListeningWorker, tmp_pa
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow(reason="starts two masters, 9 s")
 def test_who_exceeds_its_share_harms_only_itself(daemon: ListeningWorker, tmp_path: Path) -> None:
     marks = [str(tmp_path / "a"), str(tmp_path / "b")]
     Path(marks[1]).touch()

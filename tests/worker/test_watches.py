@@ -13,6 +13,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE
+from fewer import fewer
 from processes import STARTING, ListeningWorker
 
 SHARE = 16 << 20  # bytes
@@ -73,7 +74,7 @@ GROWS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("when", ["known before", "new after"])
+@pytest.mark.parametrize("when", fewer(["known before", "new after"], 3, "another way to look up, 1 s"))
 @pytest.mark.parametrize("grow", GROWS.values(), ids=GROWS)
 def test_a_lookup_does_not_lift_the_limit_of_memory(enter: Enter, grow: Callable[[], Any], when: str) -> None:
     if when == "known before":

@@ -94,7 +94,7 @@ MUTANTS = [
         "                node.order.spread()\n",
         "",
         ("tests/streams/test_streams.py", "tests/streams/test_streams_hard.py"),
-        "tests/streams/test_streams_hard.py::test_a_layer_whose_results_the_worker_describes_draws_in_turn",
+        "tests/streams/test_streams_hard.py::test_what_is_issued_after_a_seed_comes_after_it_on_every_stream",
     ),
     Mutant(
         "the first line of a program is not named when it fails",

@@ -461,3 +461,15 @@ def test_a_layer_whose_results_the_worker_describes_draws_in_turn(fresh_session:
     with dr.stream(stream), torch.autocast("remote", torch.bfloat16):
         layer(x)[0].sum()
     assert node.order.generator.written > before
+
+
+def test_what_is_issued_after_a_seed_comes_after_it_on_every_stream(
+    fresh_session: Callable[..., Any],
+) -> None:
+    (node,) = fresh_session(world_size=1).nodes
+    with dr.stream(dr.Stream(0)):
+        torch.ones(3, device="remote")
+    dr.manual_seed(3)
+    order = node.order
+    assert len(order.last) == 2
+    assert all(order.comes_after(stream, 0, order.last[0]) for stream in order.last if stream)

@@ -12,7 +12,7 @@
 #   make ecosystem  a script for each of 43 libraries, here and on a worker, in a venv of their own: some five minutes
 #   make torch-tests  PyTorch's own tests on remote tensors and in dr.spmd, a sample of them: some 20 minutes
 #   make examples  every example, with those that take long
-#   make piece    a piece of the lanes that take long, another one at each commit: it is what CI runs of them
+#   make piece    a piece of the lanes that take long, another one at each commit
 #   make lanes    all of these that check, one after the other, with a line for each: many hours
 #   make long     what takes hours: every dtype of op_db, its wrong inputs, every architecture of transformers, an hour of fuzzing, 200 faults, half an hour
 #                 of soak, 24,000 random programs, 200 random programs of dr.program, 60 mistakes that the suite must notice

@@ -1,4 +1,4 @@
-"""Run one piece of the lanes that `make test` is too short for. `.ci/run` runs another one at each commit.
+"""Run one piece of the lanes that `make test` is too short for. Each commit has another one.
 
     python .ci/pieces.py            the piece whose turn it is
     python .ci/pieces.py NAME ...   these pieces, with the lot whose turn it is

@@ -1,4 +1,4 @@
-"""The pieces of the long lanes that CI runs in turns: `.ci/pieces.py`."""
+"""The pieces of the long lanes, which take turns from commit to commit: `.ci/pieces.py`."""
 
 from __future__ import annotations
 

@@ -58,6 +58,18 @@ def test_a_learning_rate_that_changes_now_and_then(session: object) -> None:
     assert program.replays >= 7
 
 
+def test_an_argument_that_the_function_also_finds_by_itself(session: object) -> None:
+    w, other = torch.ones(3, device=REMOTE), torch.full((3,), 5.0, device=REMOTE)
+
+    def step(given: torch.Tensor) -> torch.Tensor:
+        return given * 2 + w
+
+    program = dr.program(step)
+    for given in (w, w, w, other, w, other):
+        assert torch.equal(program(given), step(given))
+    assert program.replays
+
+
 @pytest.mark.parametrize(
     "name", ["learning-rate", "class", "x.y", "a\nb", "factor if counted.append(1) else 0", "größe"]
 )

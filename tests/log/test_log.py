@@ -190,3 +190,12 @@ def test_an_acknowledgement_tells_of_several_segments_of_a_mesh(
         bad.member(0).tolist()
     with pytest.raises(IndexError):
         bad.member(1).tolist()
+
+
+def test_a_segment_that_is_missing_ends_the_session(fresh_session: Callable[..., Any]) -> None:
+    (node,) = fresh_session(world_size=1).nodes
+    x = torch.ones(3, device="remote")
+    dr.synchronize()
+    node.outlet.seq += 1
+    with pytest.raises(dr.NodeFailed, match=r"segment \d+ came after \d+"):
+        dr.fetch(x + 1, timeout=60)

@@ -1,4 +1,4 @@
-"""Sixty small mistakes in the code. `make test` notices those that have a test beside them, 58.
+"""Sixty small mistakes in the code. `make test` notices those that have a test beside them.
 
     PYTHONPATH=tests/help python tests/long/mutants.py [--only NAME ...] [--jobs N] [--all]
 
@@ -465,7 +465,8 @@ MUTANTS = [
         f"{_WORKER}/session/session.py",
         "if segment.seq != self.executor.received + 1:",
         "if segment.seq < self.executor.received + 1:",
-        ("tests/hostile/test_security.py", "tests/hostile/test_fuzz.py"),
+        ("tests/log/test_log.py", "tests/hostile/test_security.py"),
+        "tests/log/test_log.py::test_a_segment_that_is_missing_ends_the_session",
     ),
     Mutant(
         "a segment that comes twice runs twice",

@@ -316,11 +316,12 @@ MUTANTS = [
         "tests/programs/test_traps.py::test_an_optimizer_is_replayed_as_it_is",
     ),
     Mutant(
-        "an argument that the function also finds by itself may be another one",
+        "a float that has decided something may be another one",
         "distruntime/programs/plan.py",
-        "for k, handle in self._pinned:",
-        "for k, handle in self._pinned[1:]:",
+        "            if leaves[k] != value:",
+        "            if leaves[k] != value and k > 9:",
         ("tests/programs/test_traps.py", "tests/programs/test_callers.py"),
+        "tests/programs/test_traps.py::test_a_float_that_decides_something",
     ),
     Mutant(
         "a replay does not show that recordings are worth it",

@@ -70,6 +70,18 @@ def test_an_argument_that_the_function_also_finds_by_itself(session: object) -> 
     assert program.replays
 
 
+def test_a_float_that_decides_something(session: object) -> None:
+    x = torch.ones(3, device=REMOTE)
+
+    def step(x: torch.Tensor, a: float) -> torch.Tensor:
+        return x * 2 if a > 1 else x * 3
+
+    program = dr.program(step)
+    for a in (2.0, 2.0, 2.0, 0.5, 2.0, 0.5, 1.5):
+        assert torch.equal(program(x, a), step(x, a))
+    assert program.replays
+
+
 @pytest.mark.parametrize(
     "name", ["learning-rate", "class", "x.y", "a\nb", "factor if counted.append(1) else 0", "größe"]
 )

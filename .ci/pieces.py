@@ -33,7 +33,7 @@ LIMIT = 720
 class Piece(NamedTuple):
     """A command of bash, in which `{lot}` is another one of the lots each time the piece's turn comes.
 
-    It has `limit` seconds, which is three times as long as it takes on two quiet cores.
+    It has `limit` seconds.
     """
 
     name: str

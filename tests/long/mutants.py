@@ -459,7 +459,7 @@ MUTANTS = [
         "value.detach() if isinstance(value, torch.Tensor) else value",
         "value",
         ("tests/mesh/test_mesh_uses.py", "tests/mesh/test_mesh.py"),
-        "tests/mesh/test_mesh_uses.py::test_attention_and_autocast_know_what_the_members_are",
+        "tests/mesh/test_mesh.py::test_a_member_has_sizes_and_strides_of_its_own",
     ),
     Mutant(
         "a segment is missing and nobody sees it",

@@ -14,8 +14,8 @@ from .harness import Figure, seconds
 from .sleeping import Sleeper
 
 WORKERS, MICRO = 4, 8
-# On the quick machine a forward pass over a quarter of the model takes so many seconds, and so does each half
-# of a backward pass. On a slower one all passes are longer, as issuing is.
+# A forward pass over a quarter of the model takes so many seconds on the quick machine. A backward pass has
+# two halves, which take as many each. On a slower machine all passes are longer, as issuing is.
 PASS = 0.1
 SCHEDULES = {
     "1F1B": 4,

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-import pytest
 import torch
 
 import distruntime as dr
+from fewer import fewer
 from parts import numbers
 
 Make = Callable[..., torch.nn.Module]
@@ -19,8 +19,7 @@ def cases(names: Iterable[str], quick: Collection[str]) -> list[Any]:
     """The names as parameters: those that are not quick try a layer again, in another way."""
     given = list(names)
     assert set(quick) <= set(given)
-    further = pytest.mark.slow(reason="it is a further case of a layer that is tried without it")
-    return [name if name in quick else pytest.param(name, marks=further) for name in given]
+    return fewer(given, quick, "it is a further case of a layer that is tried without it")
 
 
 def over(places: Sequence[int], shape: Sequence[int]) -> dr.Partition:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -10,14 +10,17 @@ import pytest
 _CASE = type(pytest.param())
 
 
-def fewer(cases: Iterable[Any], every: int, reason: str) -> list[Any]:
-    """Return the cases of a parametrized test. All but the first, and each `every`th after it, are slow.
+def fewer(cases: Iterable[Any], stay: int | Collection[Any], reason: str) -> list[Any]:
+    """Return the cases of a parametrized test, of which all but some are slow.
 
+    `stay` says which are not: every so many from the first one on, or those whose first value is in it.
     Where a test has several names, each case is a `pytest.param` of their values.
     """
     found = [case if isinstance(case, _CASE) else pytest.param(case) for case in cases]
     slow = pytest.mark.slow(reason=reason)
     return [
-        case if number % every == 0 else pytest.param(*case.values, id=case.id, marks=[*case.marks, slow])
+        case
+        if (number % stay == 0 if isinstance(stay, int) else case.values[0] in stay)
+        else pytest.param(*case.values, id=case.id, marks=[*case.marks, slow])
         for number, case in enumerate(found)
     ]

@@ -34,7 +34,7 @@ from ..log.log import Log
 from ..log.node import Node
 
 # So many places have a number of their own. The rest of torch's device indices are for meshes and for more
-# places: they are given out and taken back, the highest first.
+# places: they are given out and taken back.
 _OWN = 80
 _NUMBERS = UNNUMBERED
 
@@ -58,7 +58,11 @@ class Places:
         # The places that have a number of their own, by number.
         self.own: list[Place] = []
         self._held: list[Residence] = []
+        # What was given back last stands last.
         self._free = list(range(_NUMBERS))
+        # A torch device does not hold what has its number. So each number remembers who had it last, and is
+        # given to another as late as can be: `init_device_mesh(...).device` is good when the mesh is gone.
+        self._last: dict[int, tuple[Place, Log]] = {}
         self._numbering = threading.RLock()
 
     def enter(self, node: Node) -> None:
@@ -164,8 +168,21 @@ class Places:
                 "the most that torch can tell apart (a device index has 7 bits); "
                 f"let go of the tensors of some place before you put one on {place}"
             )
-        number = max(self._free)
+        return self._take(self._next_number(place), place, node)
+
+    def _next_number(self, place: Place) -> int:
+        """Return the number that a place had, else one that nobody had, else what is free for longest."""
+        free = self._free
+        own = (n for n in free if n in self._last and self._last[n][0] == place)
+        fresh = max((n for n in free if n >= _OWN and n not in self._last), default=None)
+        # The numbers below are for devices that come late.
+        used = next((n for n in free if n in self._last), max(free))
+        return next(own, used if fresh is None else fresh)
+
+    def _take(self, number: int, place: Place, node: Log) -> Residence:
+        """Give a free number to a place."""
         self._free.remove(number)
+        self._last[number] = place, node
         # A mesh's place shows the number. A node's does not: whoever holds it may do so for longer.
         if place.members:
             place = Place(place.node, place.local_device, number, place.members)
@@ -176,6 +193,11 @@ class Places:
     def numbered(self, number: int) -> Residence:
         """Return the place that "remote:number" means."""
         found = self._by_number.get(number)
+        if found is None and number in self._last:
+            with self._numbering:
+                found = self._by_number.get(number)
+                if found is None and number in self._free:
+                    found = self._take(number, *self._last[number])
         if found is None:
             if 0 <= number < len(self.own):
                 return self.residence(self.own[number])

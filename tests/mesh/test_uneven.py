@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -491,6 +492,15 @@ def test_copies(uneven: Any, tmp_path: Path) -> None:
     dr.save({"x": uneven}, tmp_path / "saved")
     found = dr.load(tmp_path / "saved", place=make("4"))["x"]
     assert [t.tolist() for t in dr.shards(found)] == [t.tolist() for t in dr.shards(uneven)]
+
+
+def test_a_device_means_its_mesh_when_that_is_gone(two_workers: None) -> None:
+    device = dr.init_device_mesh("cuda", (2,)).device
+    gc.collect()
+    others = [make("4"), make("2")]
+    x = torch.ones(2, device=device)
+    assert len(dr.shards(x)) == 2 and x.device == device
+    assert device != others[0].device
 
 
 def test_a_dtensor_of_them(uneven: Any) -> None:

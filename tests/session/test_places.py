@@ -441,6 +441,14 @@ def test_a_number_is_free_again_when_nobody_lives_there(many: None) -> None:
     assert len(session.places._free) == free
 
 
+def test_a_device_means_its_place_after_its_last_tensor(many: None) -> None:
+    device = new(252).device
+    others = [new(k, float(k)) for k in range(100, 130)]
+    assert where(torch.zeros(2, device=device)) == (2, "cuda:52")
+    assert new(252).device == device
+    assert others[-1].tolist() == [129.0] * 2
+
+
 def test_more_than_127_places_at_once_is_a_clear_error(many: None) -> None:
     gc.collect()
     kept: list[Any] = []

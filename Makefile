@@ -49,6 +49,8 @@ test-all: .venv/.tests
 check: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	# A text file has its own encoding, whatever the locale is.
+	$(BIN)/ruff check --preview --select PLW1514 .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q $(FORM)
 

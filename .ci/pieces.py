@@ -170,7 +170,7 @@ def run(piece: Piece, lot: str) -> bool:
             if process.poll() is None:
                 end_with_its_own(process.pid)
                 process.wait()
-    text = log.read_text(errors="replace")
+    text = log.read_text(encoding="utf-8", errors="replace")
     reason = next((line for line in text.splitlines() if line.startswith(CANNOT)), "")
     if status == 0:
         told = "ok"

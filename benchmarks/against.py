@@ -109,7 +109,9 @@ def _beside(revision: str) -> Iterator[tuple[Path, set[str]]]:
                 raise RuntimeError(f"git cannot check {revision} out at {tree}: {done.stderr.strip()}")
             folder = tree / "benchmarks"
             there = {
-                one.stem for one in folder.glob("*.py") if "\ndef measure(quick: bool)" in one.read_text()
+                one.stem
+                for one in folder.glob("*.py")
+                if "\ndef measure(quick: bool)" in one.read_text(encoding="utf-8")
             }
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(ROOT / "benchmarks", folder, ignore=shutil.ignore_patterns("__pycache__"))

@@ -62,7 +62,7 @@ def _threads(process: int) -> dict[str, float]:
     """Return the processor time of each thread of a process, in seconds."""
     found = {}
     for task in Path(f"/proc/{process}/task").iterdir():
-        found[task.name] = int((task / "schedstat").read_text().split()[0]) / 1e9
+        found[task.name] = int((task / "schedstat").read_text(encoding="utf-8").split()[0]) / 1e9
     return found
 
 

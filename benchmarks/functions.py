@@ -98,7 +98,7 @@ def _there(work: Work) -> float:
 
     def used() -> dict[str, int]:
         tasks = Path(f"/proc/{_worker()}/task").iterdir()
-        return {task.name: int((task / "schedstat").read_text().split()[0]) for task in tasks}
+        return {task.name: int((task / "schedstat").read_text(encoding="utf-8").split()[0]) for task in tasks}
 
     dr.synchronize()
     before = used()
@@ -110,7 +110,11 @@ def _there(work: Work) -> float:
 
 def _resident(process: int) -> float:
     """Return the MiB that a process has in memory."""
-    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+    return (
+        int(Path(f"/proc/{process}/statm").read_text(encoding="utf-8").split()[1])
+        * os.sysconf("SC_PAGE_SIZE")
+        / (1 << 20)
+    )
 
 
 def _grown(work: Work, calls: int) -> tuple[float, float]:

@@ -52,7 +52,7 @@ class _Row(NamedTuple):
 
 
 def _resident() -> int:
-    words = Path("/proc/self/statm").read_text().split()
+    words = Path("/proc/self/statm").read_text(encoding="utf-8").split()
     return int(words[1]) * 4096
 
 

@@ -136,7 +136,10 @@ def _running(words: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 def _mothers(pids: list[int]) -> set[int]:
     """Return the processes that have forked these workers: one, or those that have started them."""
-    found = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1]) for pid in pids}
+    found = {
+        int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()[1])
+        for pid in pids
+    }
     return {
         pid for pid in found if b"distruntime_worker.nursery" in Path(f"/proc/{pid}/cmdline").read_bytes()
     }
@@ -144,5 +147,5 @@ def _mothers(pids: list[int]) -> set[int]:
 
 def _proportional(pid: int) -> int:
     """Return the bytes of a process; pages that several processes share count in part."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))

@@ -36,7 +36,7 @@ def _write(folder: Path, width: int) -> int:
         save_file({f"{k}.weight": torch.full((width, width), float(k))}, folder / name)
         table[f"{k}.weight"] = name
     text = ", ".join(f'"{key}": "{name}"' for key, name in table.items())
-    (folder / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{text}}}}}')
+    (folder / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{text}}}}}', encoding="utf-8")
     return _LAYERS * width * width * 4
 
 
@@ -79,7 +79,7 @@ def alone(folder: str, width: int, address: str) -> None:
         torch.ones(2, device="remote").sum().item()
         # What was the most before must not hide what comes now.
         if _RESET.exists():
-            _RESET.write_text("5")
+            _RESET.write_text("5", encoding="utf-8")
         before = _peak()
         _there(Path(folder), width)
         print(_peak() - before)

@@ -79,7 +79,7 @@ def test_a_tree_that_cannot_run_a_benchmark_says_why_in_its_row(tmp_path: Path) 
     package = tmp_path / "benchmarks"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "__main__.py").write_text("from distruntime import nothing_of_this_name\n")
+    (package / "__main__.py").write_text("from distruntime import nothing_of_this_name\n", encoding="utf-8")
     side = Side(tmp_path)
     side.measure("operation", True)
     (row,) = rows("operation", side, _side([Figure("operation", 2.0, "x", None)]))

@@ -136,7 +136,9 @@ def test_an_example_is_short(example: Path) -> None:
 
 
 def test_the_demo_of_a_wheel_is_the_example(tmp_path: Path) -> None:
-    assert '"examples/02_digits.py" = "distruntime/demo.py"' in (ROOT / "pyproject.toml").read_text()
+    assert '"examples/02_digits.py" = "distruntime/demo.py"' in (ROOT / "pyproject.toml").read_text(
+        encoding="utf-8"
+    )
     installed = tmp_path / "site" / "distruntime"
     shutil.copytree(ROOT / "distruntime", installed, ignore=shutil.ignore_patterns("__pycache__"))
     assert not (installed / "demo.py").exists()
@@ -155,7 +157,11 @@ def test_the_demo_runs_without_a_clone_in_mind(tmp_path: Path) -> None:
 
 
 def test_the_readme_shows_what_the_demo_prints() -> None:
-    (demo,) = [step for step in steps((ROOT / "README.md").read_text()) if step.text.startswith("make test")]
+    (demo,) = [
+        step
+        for step in steps((ROOT / "README.md").read_text(encoding="utf-8"))
+        if step.text.startswith("make test")
+    ]
     # At a terminal, as there, the start and two bars come first.
     printed = shown(ROOT / "examples" / "02_digits.py")
     assert without_figures(demo.shows.splitlines()[-len(printed) :]) == without_figures(printed)

@@ -132,8 +132,12 @@ def test_the_pages_have_links_and_name_files() -> None:
 def test_a_link_that_leads_nowhere_is_found(tmp_path: Path, link: str, wrong: str | None) -> None:
     page = tmp_path / "page.md"
     code = "`[c](code.md)`\n\n    [d](code.md)\n"
-    page.write_text(f"# A call, for `dr.x`?\n| a | [b]({link}) |\n|---|---|\n\n[e]({link})\n\n{code}")
-    (tmp_path / "other.md").write_text("# What it is\n\n## What it is\n\n```\n# What it is\n```\n")
-    (tmp_path / "data.txt").write_text("")
+    page.write_text(
+        f"# A call, for `dr.x`?\n| a | [b]({link}) |\n|---|---|\n\n[e]({link})\n\n{code}", encoding="utf-8"
+    )
+    (tmp_path / "other.md").write_text(
+        "# What it is\n\n## What it is\n\n```\n# What it is\n```\n", encoding="utf-8"
+    )
+    (tmp_path / "data.txt").write_text("", encoding="utf-8")
     assert list(links(page)) == [link, link]
     assert fault(page, link, tmp_path) == wrong

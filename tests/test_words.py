@@ -93,7 +93,7 @@ def test_a_fragment_is_found(tmp_path: Path) -> None:
         "# of its own.",
         "y = 2  # Whose?",
     ]
-    path.write_text("\n".join([*lines, "z = 3  # offset", "# the same as above", ""]))
+    path.write_text("\n".join([*lines, "z = 3  # offset", "# the same as above", ""]), encoding="utf-8")
     assert fragments(path) == ["line 1: of the session", "line 4: Whose?", "line 6: the same as above"]
 
 
@@ -113,7 +113,7 @@ def test_what_is_no_sentence_is_found(tmp_path: Path) -> None:
         "w = 4",
         "# The queue is full",
     ]
-    path.write_text("\n".join([*lines, ""]))
+    path.write_text("\n".join([*lines, ""]), encoding="utf-8")
     assert not_sentences(path) == [
         "line 6, behind code: Seconds.",
         "line 7: the queue of answers",

@@ -69,7 +69,9 @@ def write(entry: Entry) -> None:
     path = _path(entry.name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=".", delete=False
+        ) as file:
             json.dump({"format": _FORMAT, **asdict(entry)}, file)
         os.replace(file.name, path)
     except OSError as error:

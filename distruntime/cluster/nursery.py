@@ -356,5 +356,9 @@ def _directory() -> str:
 def _umask() -> int:
     # A process can read its umask only by setting it, and then other threads would make files with the wrong
     # one.
-    found = re.search(r"^Umask:\s*(\d+)", Path("/proc/self/status").read_text(errors="replace"), re.MULTILINE)
+    found = re.search(
+        r"^Umask:\s*(\d+)",
+        Path("/proc/self/status").read_text(encoding="utf-8", errors="replace"),
+        re.MULTILINE,
+    )
     return int(found[1], 8) if found else 0o022

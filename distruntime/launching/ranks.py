@@ -117,7 +117,7 @@ def open_meeting(folder: Path, rank: Rank) -> Meeting:
     master = f"tcp://{host}:{port}"
     KeyPair.generate().save(folder / _KEY)
     try:
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, delete=False) as file:
             file.write(master)
         # Other ranks find the whole address, or none.
         os.replace(file.name, folder / _ADDRESS)

@@ -54,7 +54,7 @@ def build() -> Path:
             said.update(path.read_bytes())
     built = BUILDS / version
     stamp = built / "stamp"
-    if stamp.exists() and stamp.read_text() == said.hexdigest():
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == said.hexdigest():
         return built
     package = built / "simulated"
     package.mkdir(parents=True, exist_ok=True)
@@ -67,9 +67,13 @@ def build() -> Path:
     (package / "py.typed").touch()
     about = built / "simulated-1.0.dist-info"
     about.mkdir(exist_ok=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: simulated\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[torch.backends]\nsimulated = simulated:autoload\n")
-    stamp.write_text(said.hexdigest())
+    (about / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: simulated\nVersion: 1.0\n", encoding="utf-8"
+    )
+    (about / "entry_points.txt").write_text(
+        "[torch.backends]\nsimulated = simulated:autoload\n", encoding="utf-8"
+    )
+    stamp.write_text(said.hexdigest(), encoding="utf-8")
     return built
 
 
@@ -80,11 +84,11 @@ def _compiled(source: Path, objects: Path, torch: Path) -> Path:
     for path in [source, *sorted(SOURCES.glob("*.h"))]:
         said.update(path.read_bytes())
     made, stamp = objects / f"{source.stem}.o", objects / f"{source.stem}.stamp"
-    if not (made.exists() and stamp.exists() and stamp.read_text() == said.hexdigest()):
+    if not (made.exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == said.hexdigest()):
         includes = [f"-isystem{torch / 'include'}", f"-isystem{torch / 'include/torch/csrc/api/include'}"]
         print(f"compiling {source.name}", file=sys.stderr, flush=True)
         _run([compiler(), *FLAGS, *includes, "-c", str(source), "-o", str(made)])
-        stamp.write_text(said.hexdigest())
+        stamp.write_text(said.hexdigest(), encoding="utf-8")
     return made
 
 

@@ -66,7 +66,7 @@ def taught(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) 
         if k < len(parts):
             folder.joinpath(*parts[:k]).mkdir()
             folder.joinpath(*parts[:k], "__init__.py").touch()
-    folder.joinpath(*name.split(".")).with_suffix(".py").write_text(text)
+    folder.joinpath(*name.split(".")).with_suffix(".py").write_text(text, encoding="utf-8")
     monkeypatch.syspath_prepend(folder)
     return importlib.import_module(name)
 
@@ -176,8 +176,10 @@ def test_a_library_is_taught_when_it_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a_library").mkdir()
-    (tmp_path / "a_library" / "__init__.py").write_text("device = 'cpu'\n")
-    (tmp_path / "a_library" / "part.py").write_text("import a_library\nseen = a_library.device\n")
+    (tmp_path / "a_library" / "__init__.py").write_text("device = 'cpu'\n", encoding="utf-8")
+    (tmp_path / "a_library" / "part.py").write_text(
+        "import a_library\nseen = a_library.device\n", encoding="utf-8"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     when_imported("a_library", lambda module: setattr(module, "device", REMOTE))
     when_imported("a_library.part", lambda module: setattr(module, "taught", True))
@@ -213,8 +215,10 @@ def test_a_library_that_cannot_be_taught_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "newer").mkdir()
-    (tmp_path / "newer" / "__init__.py").write_text("__version__ = '9.1'\n")
-    (tmp_path / "newer" / "__main__.py").write_text("import newer\nprint('ran', newer.__version__)\n")
+    (tmp_path / "newer" / "__init__.py").write_text("__version__ = '9.1'\n", encoding="utf-8")
+    (tmp_path / "newer" / "__main__.py").write_text(
+        "import newer\nprint('ran', newer.__version__)\n", encoding="utf-8"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("newer", "newer.__main__"):
         when_imported(name, lambda module: module.renamed)
@@ -246,18 +250,25 @@ def test_a_library_that_chooses_a_device_chooses_the_current_place(
         "def convert_file_size_to_int(size):\n    return int(size)\n"
         "def get_max_memory(max_memory=None):\n"
         "    assert max_memory is None or set(max_memory) <= {'cpu'}\n"
-        "    return {'cpu': 9} if max_memory is None else max_memory\n"
+        "    return {'cpu': 9} if max_memory is None else max_memory\n",
+        encoding="utf-8",
     )
-    (fastai / "loading.py").write_text("from accelerate.utils.modeling import get_max_memory as most\n")
+    (fastai / "loading.py").write_text(
+        "from accelerate.utils.modeling import get_max_memory as most\n", encoding="utf-8"
+    )
     (common / "utils.py").write_text(
         "import torch\ndef get_device(device='auto'):\n"
-        "    return torch.device('cpu' if device in ('auto', 'cuda') else device)\n"
+        "    return torch.device('cpu' if device in ('auto', 'cuda') else device)\n",
+        encoding="utf-8",
     )
-    (common / "policies.py").write_text("from stable_baselines3.common.utils import get_device\n")
+    (common / "policies.py").write_text(
+        "from stable_baselines3.common.utils import get_device\n", encoding="utf-8"
+    )
     (fastai / "torch_core.py").write_text(
         "import torch, types\ndefaults = types.SimpleNamespace(use_cuda=None)\n"
         "def default_device(use=-1):\n    if use != -1:\n        defaults.use_cuda = use\n"
-        "    return torch.device('cpu')\n"
+        "    return torch.device('cpu')\n",
+        encoding="utf-8",
     )
     monkeypatch.syspath_prepend(tmp_path)
     names = ("stable_baselines3.common.policies", "fastai.torch_core", "fastai.loading")

@@ -168,7 +168,7 @@ def test_tied_tensors_come_back_tied_and_are_written_once(session: object, tmp_p
         "apart": x.clone(),
     }
     dr.save(tree, tmp_path)
-    assert sorted(json.loads((tmp_path / "distruntime.json").read_text())["tensors"]) == [
+    assert sorted(json.loads((tmp_path / "distruntime.json").read_text(encoding="utf-8"))["tensors"]) == [
         "a",
         "apart",
         "big.0",
@@ -434,7 +434,8 @@ def test_threads_that_save_into_one_folder(session: object, tmp_path: Path) -> N
     found = dr.load(tmp_path)
     assert all(x.unique().tolist() == [found["n"]] for x in found["x"])
     assert (
-        len(files(tmp_path)) == 4 and json.loads((tmp_path / "distruntime.json").read_text())["number"] == 16
+        len(files(tmp_path)) == 4
+        and json.loads((tmp_path / "distruntime.json").read_text(encoding="utf-8"))["number"] == 16
     )
 
 
@@ -515,7 +516,7 @@ def test_transformers_reads_a_model(session: object, tmp_path: Path) -> None:
 def test_a_new_checkpoint_takes_the_place_of_the_old_one_and_leaves_other_files_alone(
     session: object, tmp_path: Path
 ) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
     (tmp_path / "model.safetensors").write_bytes(b"mine too")
     dr.save([there(torch.ones(2), node) for node in (0, 1)], tmp_path)
     old = files(tmp_path)
@@ -535,10 +536,10 @@ def test_a_new_checkpoint_takes_the_place_of_the_old_one_and_leaves_other_files_
 def test_a_model_of_others_keeps_its_table(session: object, tmp_path: Path) -> None:
     table = tmp_path / "model.safetensors.index.json"
     text = '{"weight_map": {"w": "model-00001-of-00002.safetensors"}}'
-    table.write_text(text)
+    table.write_text(text, encoding="utf-8")
     for n in (1, 2):
         dr.save({"w": torch.full((2,), float(n), device=REMOTE)}, tmp_path)
-    assert table.read_text() == text and dr.load(tmp_path)["w"].tolist() == [2.0, 2.0]
+    assert table.read_text(encoding="utf-8") == text and dr.load(tmp_path)["w"].tolist() == [2.0, 2.0]
 
 
 def test_the_tensors_bytes_do_not_pass_this_process(

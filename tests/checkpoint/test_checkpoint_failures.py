@@ -176,7 +176,7 @@ def test_a_tensor_of_a_lost_node(two: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_a_path_that_is_a_file(session: object, tmp_path: Path, async_op: bool) -> None:
-    (tmp_path / "file").write_text("mine")
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(
             NotADirectoryError,
@@ -187,7 +187,7 @@ def test_a_path_that_is_a_file(session: object, tmp_path: Path, async_op: bool) 
     with pytest.raises(NotADirectoryError, match="there is no checkpoint to be read in") as caught:
         dr.load(tmp_path / "file")
     assert "checkpoint: look on node 0" in str(caught.value)
-    assert (tmp_path / "file").read_text() == "mine"
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "mine"
     dr.synchronize()
 
 
@@ -266,7 +266,7 @@ def test_a_disk_that_is_full_for_one_of_two(session: object, tmp_path: Path) -> 
 def test_a_failure_in_the_background_is_raised_by_the_next_synchronize(
     session: object, tmp_path: Path, caplog: Any
 ) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     saving = dr.save(tree(1), tmp_path / "file", async_op=True)
     until(saving.done)
     assert "a checkpoint failed: the checkpoint in" in caplog.text
@@ -282,7 +282,7 @@ def test_a_failure_in_the_background_is_raised_by_the_next_synchronize(
 
 
 def test_a_failure_in_the_background_is_raised_by_shutdown(two: Any, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     dr.save(tree(1), tmp_path / "file", async_op=True)
     with pytest.raises(NotADirectoryError):
         dr.shutdown()
@@ -301,8 +301,8 @@ def test_there_is_none(session: object, tmp_path: Path) -> None:
 
 
 def test_another_version_is_neither_read_nor_overwritten(saved: Path) -> None:
-    index = json.loads((saved / "distruntime.json").read_text())
-    (saved / "distruntime.json").write_text(json.dumps({**index, "version": 2}))
+    index = json.loads((saved / "distruntime.json").read_text(encoding="utf-8"))
+    (saved / "distruntime.json").write_text(json.dumps({**index, "version": 2}), encoding="utf-8")
     before = {name: (saved / name).read_bytes() for name in os.listdir(saved)}
     with pytest.raises(
         dr.CheckpointError,
@@ -346,31 +346,37 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: file_of(f, 1).write_bytes(
             file_of(f, 1)
             .read_bytes()
-            .replace(json.loads((f / "distruntime.json").read_text())["save"].encode(), b"0" * 12)
+            .replace(
+                json.loads((f / "distruntime.json").read_text(encoding="utf-8"))["save"].encode(), b"0" * 12
+            )
         ),
         r"node1.safetensors is damaged: it belongs to save '000000000000'",
     ),
     "an empty index": (
-        lambda f: (f / "distruntime.json").write_text(""),
+        lambda f: (f / "distruntime.json").write_text("", encoding="utf-8"),
         r"is not whole:\n  distruntime.json on node 0 .*: it is no JSON",
     ),
     "another index": (
-        lambda f: (f / "distruntime.json").write_text('{"format": 3}'),
+        lambda f: (f / "distruntime.json").write_text('{"format": 3}', encoding="utf-8"),
         r"its format is 3, not 'distruntime'",
     ),
     "no format": (
-        lambda f: (f / "distruntime.json").write_text("[]"),
+        lambda f: (f / "distruntime.json").write_text("[]", encoding="utf-8"),
         r"distruntime.json on node 0 .*: it makes no sense",
     ),
     "half an index": (
         lambda f: (f / "distruntime.json").write_text(
-            json.dumps({**json.loads((f / "distruntime.json").read_text()), "tensors": {}})
+            json.dumps({**json.loads((f / "distruntime.json").read_text(encoding="utf-8")), "tensors": {}}),
+            encoding="utf-8",
         ),
         r"the index of the checkpoint in .* makes no sense: KeyError: 'here'",
     ),
     "a strange tree": (
         lambda f: (f / "distruntime.json").write_text(
-            json.dumps({**json.loads((f / "distruntime.json").read_text()), "tree": ["what", 1]})
+            json.dumps(
+                {**json.loads((f / "distruntime.json").read_text(encoding="utf-8")), "tree": ["what", 1]}
+            ),
+            encoding="utf-8",
         ),
         r"makes no sense: ValueError: not a part of a tree: \['what', 1\]",
     ),
@@ -392,12 +398,16 @@ def test_damage(saved: Path, case: str) -> None:
 def test_an_index_that_names_files_of_others(saved: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret.safetensors"
     shutil.copy(file_of(saved, 1), secret)
-    text = (saved / "distruntime.json").read_text().replace(file_of(saved, 1).name, "../secret.safetensors")
-    (saved / "distruntime.json").write_text(text)
+    text = (
+        (saved / "distruntime.json")
+        .read_text(encoding="utf-8")
+        .replace(file_of(saved, 1).name, "../secret.safetensors")
+    )
+    (saved / "distruntime.json").write_text(text, encoding="utf-8")
     with pytest.raises(dr.CheckpointError, match="is not whole"):
         dr.load(saved)
     shutil.copy(secret, saved / "mine.safetensors")
-    (saved / "distruntime.json").write_text(text.replace("../secret", "mine"))
+    (saved / "distruntime.json").write_text(text.replace("../secret", "mine"), encoding="utf-8")
     with pytest.raises(
         dr.CheckpointError,
         match=r"the index in .* names a file 'mine.safetensors', which no save has written",
@@ -613,7 +623,7 @@ def test_a_save_that_was_made_the_current_one_on_one_disk_only(disks: Any) -> No
 
 def file_of_save(folder: Path, number: int) -> Path:
     """Return the file of a save that has no index in this folder."""
-    indexes = [json.loads(path.read_text()) for path in folder.glob("distruntime*.json")]
+    indexes = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("distruntime*.json")]
     known = {file for index in indexes for file in index["files"]}
     (found,) = [path for path in folder.glob("*.safetensors") if path.name not in known]
     return found

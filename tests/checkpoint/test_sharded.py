@@ -28,7 +28,7 @@ def test_dtensors_go_onto_other_meshes(fresh_session: Callable[..., Any], tmp_pa
     rows = torch.nn.Parameter(distribute_tensor(WHOLE, mesh, [Shard(0), Replicate()]))
     plain = torch.ones(3, device=mesh.device)
     dr.save({"both": both, "rows": rows, "again": rows, "plain": plain}, tmp_path)
-    index = json.loads((tmp_path / "distruntime.json").read_text())
+    index = json.loads((tmp_path / "distruntime.json").read_text(encoding="utf-8"))
     # One of several replicas is written.
     assert sum(name.startswith("rows") for name in index["tensors"]) == 2
 

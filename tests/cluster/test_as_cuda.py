@@ -371,7 +371,7 @@ def test_a_script_for_cuda_runs_unchanged(tmp_path: Path) -> None:
     printed, saved, said = [], [], []
     for command in ((sys.executable,), (sys.executable, "-m", "distruntime", "run", "--as-cuda")):
         checkpoint = tmp_path / f"{len(command)}.pt"
-        (tmp_path / "train.py").write_text(f"CHECKPOINT = {str(checkpoint)!r}\n{TRAINS}")
+        (tmp_path / "train.py").write_text(f"CHECKPOINT = {str(checkpoint)!r}\n{TRAINS}", encoding="utf-8")
         done = subprocess.run(
             [*command, str(tmp_path / "train.py")],
             env={**worker_environment(1), "DISTRUNTIME_QUIET": ""},

@@ -133,4 +133,4 @@ def test_a_training_over_a_cable_that_is_pulled(
         finally:
             worker.terminate()
             worker.wait(20)
-    assert "Traceback" not in log.read_text()
+    assert "Traceback" not in log.read_text(encoding="utf-8")

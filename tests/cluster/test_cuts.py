@@ -497,7 +497,7 @@ def dialled(daemon: ListeningWorker, fresh_session: Start, tmp_path: Path) -> It
         dr.shutdown()
         worker.terminate()
         worker.wait(20)
-        assert "Traceback" not in (tmp_path / "log").read_text()
+        assert "Traceback" not in (tmp_path / "log").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("seed", fewer(range(4), 4, "another seed, 5 s"))

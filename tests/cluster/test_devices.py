@@ -91,7 +91,9 @@ def test_local_workers_start_with_their_shares(
     # The master may not load a device from outside of torch. Its workers do.
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     fresh_session(world_size=2)
-    variables = [Path(f"/proc/{node.pid}/environ").read_text().split("\0") for node in dr.nodes()]
+    variables = [
+        Path(f"/proc/{node.pid}/environ").read_text(encoding="utf-8").split("\0") for node in dr.nodes()
+    ]
     assert [[v for v in own if v.startswith("CUDA_VIS")] for own in variables] == [
         ["CUDA_VISIBLE_DEVICES=0,2"],
         ["CUDA_VISIBLE_DEVICES=1,3"],

@@ -62,7 +62,9 @@ def test_a_worker_hears_that_the_session_did_not_come_about(
     def told() -> bool:
         with pytest.raises(dr.ConnectionFailed):
             begin(address, 2, timeout=1.0)
-        return "ended (the session did not come about)" in (tmp_path / "worker-0.log").read_text()
+        return "ended (the session did not come about)" in (tmp_path / "worker-0.log").read_text(
+            encoding="utf-8"
+        )
 
     until(told)
     # It dials again, and serves the next attempt.
@@ -78,7 +80,7 @@ def test_who_dials_a_session_that_has_all_its_workers_is_told(
     dial()
     until(lambda: "the session has all its workers. It gets no place" in caplog.text)
     told = f"the master at {address} has no place for this worker: the session has all its workers"
-    until(lambda: told in (tmp_path / "worker-1.log").read_text())
+    until(lambda: told in (tmp_path / "worker-1.log").read_text(encoding="utf-8"))
     dr.shutdown()
     begin(address, 2)
     assert torch.ones(2, device=REMOTE).to(node=1).tolist() == [1, 1]  # type: ignore[call-overload]

@@ -37,7 +37,7 @@ class ShellWorker(dr.WorkerProcess):
         return None if code is None else f"the shell says {code}"
 
     def last_lines(self, count: int = 20) -> str:
-        return "\n".join(self.log.read_text().splitlines()[-count:])
+        return "\n".join(self.log.read_text(encoding="utf-8").splitlines()[-count:])
 
     def terminate(self) -> None:
         self._signal(signal.SIGTERM)

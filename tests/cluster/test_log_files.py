@@ -34,7 +34,9 @@ def test_the_log_of_a_worker_outlives_its_session(state: Path) -> None:
     for folder in (first, second):
         assert folder.stat().st_mode & 0o777 == 0o700
         assert sorted(path.name for path in folder.iterdir()) == ["worker-0.log", "worker-1.log"]
-        until(lambda log=folder / "worker-0.log": "session of master day on" in log.read_text())  # type: ignore[misc]
+        until(
+            lambda log=folder / "worker-0.log": "session of master day on" in log.read_text(encoding="utf-8")
+        )  # type: ignore[misc]
 
 
 def test_old_folders_go_and_those_of_sessions_that_run_stay(
@@ -42,7 +44,7 @@ def test_old_folders_go_and_those_of_sessions_that_run_stay(
 ) -> None:
     monkeypatch.setattr(log_files, "_KEPT", 2)
     (state / "sessions").mkdir(parents=True)
-    (state / "sessions" / "noted.json").write_text("")
+    (state / "sessions" / "noted.json").write_text("", encoding="utf-8")
     # No process has the second number.
     names = ["noted-a", f"{os.getpid()}-ab-b", "999999999-ab-c", "old-d", "new-e", "newest-f"]
     for age, name in enumerate(reversed(names)):
@@ -58,7 +60,7 @@ def test_old_folders_go_and_those_of_sessions_that_run_stay(
 def test_without_a_directory_that_can_be_written_the_logs_go_with_the_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv("DISTRUNTIME_STATE", str(tmp_path / "file"))
     assert log_folder("mine", Path("distruntime-g")) is None
     dr.init_master_worker(world_size=1)

@@ -346,7 +346,7 @@ def test_an_upload_that_finds_no_memory_fails_the_same_way() -> None:
     local = torch.ones(64 << 18)
     pid = dr.nodes()[0].pid
     before = resource.prlimit(pid, resource.RLIMIT_AS)  # type: ignore[attr-defined]
-    mapped = 4096 * int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    mapped = 4096 * int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[0])
     resource.prlimit(pid, resource.RLIMIT_AS, (mapped + (80 << 20), before[1]))  # type: ignore[attr-defined]
     try:
         # It needs 64 MiB twice: to see it, and to keep it.

@@ -96,7 +96,7 @@ def gone(pid: int) -> bool:
 
 
 def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
+    return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()[1])
 
 
 def descriptors(pid: int) -> list[str]:
@@ -125,12 +125,12 @@ def test_a_forked_worker_has_what_a_started_one_has(master: Master) -> None:
         assert os.readlink(f"/proc/{worker.pid}/cwd") == os.getcwd()
 
     def status(pid: int) -> dict[str, str]:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
         names = ("Umask", "SigBlk", "SigIgn", "SigCgt", "Cpus_allowed")
         return dict(line.split(":\t") for line in lines if line.split(":")[0] in names)
 
     assert status(forked.pid) == status(started.pid)
-    limits = [Path(f"/proc/{worker.pid}/limits").read_text() for worker in (forked, started)]
+    limits = [Path(f"/proc/{worker.pid}/limits").read_text(encoding="utf-8") for worker in (forked, started)]
     assert limits[0] == limits[1]
 
 
@@ -157,7 +157,7 @@ def test_a_process_with_a_thousand_open_files_waits_for_its_workers(tmp_path: Pa
         files += [open(os.devnull, "rb") for _ in range(1100)]
         with (tmp_path / "log").open("ab") as output:
             worker = nurseries.fork_worker(["--version"], dict(os.environ), output, False)
-        assert worker is not None and worker.wait(60) == 0, (tmp_path / "log").read_text()
+        assert worker is not None and worker.wait(60) == 0, (tmp_path / "log").read_text(encoding="utf-8")
         nurseries._nurseries[0].close()
     finally:
         nurseries._nurseries[:] = fixed
@@ -175,7 +175,7 @@ def test_a_request_has_the_environment_the_directory_and_the_umask_of_its_time(
     def keygen(*arguments: str) -> None:
         with (tmp_path / "log").open("ab") as output:
             worker = nurseries.fork_worker(["keygen", *arguments], dict(os.environ), output, False)
-        assert worker is not None and worker.wait(60) == 0, (tmp_path / "log").read_text()
+        assert worker is not None and worker.wait(60) == 0, (tmp_path / "log").read_text(encoding="utf-8")
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(PATH))
     keygen(str(tmp_path / "first"))
@@ -439,7 +439,7 @@ def test_where_a_fork_is_not_safe_a_nursery_starts_the_worker_as_a_program(tmp_p
         number, pid, code = json.loads(control.recv(4096))
         assert (number, code) == (5, None) and pid != process.pid
         assert json.loads(control.recv(4096)) == [5, pid, 0]
-    assert "made" in (tmp_path / "log").read_text() and key.exists()
+    assert "made" in (tmp_path / "log").read_text(encoding="utf-8") and key.exists()
     assert process.wait(STARTING) == 0
 
 

@@ -97,7 +97,7 @@ def master(folder: str, package: str) -> None:
 def package(tmp_path: Path) -> Path:
     made = tmp_path / "packages" / "shipped_here"
     made.mkdir(parents=True)
-    (made / "__init__.py").write_text("answer = 1\n")
+    (made / "__init__.py").write_text("answer = 1\n", encoding="utf-8")
     return made.parent
 
 
@@ -161,7 +161,7 @@ def test_of_a_killed_nursery(temporary: Path) -> None:
 @pytest.mark.slow(reason="starts torchrun's ranks, 7 s")
 def test_of_a_killed_run(temporary: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT, encoding="utf-8")
     words = [sys.executable, "-m", "distruntime", "run", "--nproc-per-node", "1", str(script)]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "worker")])
     environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
@@ -257,7 +257,7 @@ def test_of_a_killed_agent_of_ssh(temporary: Path, tmp_path: Path, monkeypatch: 
     programs = tmp_path / "bin"
     programs.mkdir()
     # No sshd is needed: this machine is the other end.
-    (programs / "ssh").write_text("#!/bin/sh\nexec sh\n")
+    (programs / "ssh").write_text("#!/bin/sh\nexec sh\n", encoding="utf-8")
     (programs / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -279,7 +279,7 @@ def test_of_a_killed_agent_of_ssh(temporary: Path, tmp_path: Path, monkeypatch: 
         )
         said = list(told(connection))
         worker = said[-1]["pid"]
-        guard = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+        guard = int(Path(f"/proc/{worker}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
         assert said[0]["started"].startswith(f"{temporary}/distruntime-ssh-")
         for pid in (connection.process.pid, guard):
             os.kill(pid, signal.SIGKILL)
@@ -294,7 +294,7 @@ def test_of_a_killed_agent_of_ssh(temporary: Path, tmp_path: Path, monkeypatch: 
 
 def ended(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][0] in "ZX"
     except OSError:
         return True
 

@@ -53,8 +53,8 @@ def master(code: str, *, status: int = 0) -> str:
         ended = process.wait(110)
         assert process.stdin is not None
         process.stdin.close()
-        assert ended == status, Path(errors.name).read_text()
-        return Path(output.name).read_text()
+        assert ended == status, Path(errors.name).read_text(encoding="utf-8")
+        return Path(output.name).read_text(encoding="utf-8")
 
 
 KILLED = -signal.SIGKILL
@@ -242,7 +242,12 @@ def test_a_worker_of_a_resumed_session_that_has_died_begins_anew() -> None:
         "flush=True)\ndr.detach()"
     ).split()
     os.kill(int(pids[1]), signal.SIGKILL)
-    until(lambda: not Path(f"/proc/{pids[1]}").exists() or "Z" in Path(f"/proc/{pids[1]}/stat").read_text())
+    until(
+        lambda: (
+            not Path(f"/proc/{pids[1]}").exists()
+            or "Z" in Path(f"/proc/{pids[1]}/stat").read_text(encoding="utf-8")
+        )
+    )
     dr.init_master_worker(session="half", resume=True)
     assert dr.nodes()[0].pid == int(pids[0]) and dr.nodes()[1].pid != int(pids[1])
     assert torch.ones(2, device=REMOTE).to(node=1).sum().item() == 2
@@ -363,7 +368,9 @@ def test_an_ended_session_leaves_nothing_on_its_worker(daemon: ListeningWorker) 
 def shared_memory(pid: int) -> list[str]:
     """Return the masters' memory that a worker has mapped."""
     return [
-        line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/memfd:distruntime" in line
+        line
+        for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
+        if "/memfd:distruntime" in line
     ]
 
 
@@ -377,7 +384,7 @@ time.time = lambda: _real() + next(_jumps)
 
 def test_clocks_that_jump_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of day decides nothing: here it jumps by a day, to and fro, at each look of either side."""
-    (tmp_path / "sitecustomize.py").write_text(JUMPING)
+    (tmp_path / "sitecustomize.py").write_text(JUMPING, encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), *PATH])
     jumps, real = itertools.cycle([86400.0, -86400.0, 0.0]), time.time
     monkeypatch.setattr(time, "time", lambda: real() + next(jumps))

@@ -97,7 +97,7 @@ def test_mpi_passes_the_suite(no_session: None, tmp_path: Path) -> None:
                 check_page("mpi", dr.new_group([0, 1, 2]).capabilities)
                 check_data_channel("mpi")
         except dr.ConnectionFailed:
-            raise AssertionError((tmp_path / "log").read_text()) from None
+            raise AssertionError((tmp_path / "log").read_text(encoding="utf-8")) from None
         finally:
             run.terminate()
             run.wait(30)
@@ -182,12 +182,12 @@ def test_a_users_channel_in_an_installed_package_is_found(
     shutil.copy(EXAMPLE, tmp_path / "folder_channel.py")
     (tmp_path / "folder_channel-1.0.dist-info").mkdir()
     (tmp_path / "folder_channel-1.0.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: folder-channel\nVersion: 1.0\n"
+        "Metadata-Version: 2.1\nName: folder-channel\nVersion: 1.0\n", encoding="utf-8"
     )
     points = (
         "[distruntime.data_channels]\nfolder = folder_channel:SharedFolder\nnonsense = folder_channel:count\n"
     )
-    (tmp_path / "folder_channel-1.0.dist-info" / "entry_points.txt").write_text(points)
+    (tmp_path / "folder_channel-1.0.dist-info" / "entry_points.txt").write_text(points, encoding="utf-8")
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     )

@@ -411,7 +411,7 @@ def mallory(
         "times": times,
     }
     run = subprocess.run(
-        [python, "-c", MALLORY.read_text()],
+        [python, "-c", MALLORY.read_text(encoding="utf-8")],
         input=json.dumps(asked),
         capture_output=True,
         text=True,
@@ -429,7 +429,7 @@ def mallory(
 
 def unix_paths() -> list[str]:
     """The unix sockets of this machine that have a path and to do with this."""
-    lines = Path("/proc/net/unix").read_text().splitlines()[1:]
+    lines = Path("/proc/net/unix").read_text(encoding="utf-8").splitlines()[1:]
     return sorted(
         {
             path

@@ -166,10 +166,10 @@ def child(kind: str, device: str, names: Sequence[str], file: Path) -> None:
         dr.config(num_threads=1)
     importlib.import_module(kind)
     for name in names:
-        with file.open("a") as out:
+        with file.open("a", encoding="utf-8") as out:
             out.write(json.dumps({"begun": name}) + "\n")
         outcome = run_case(CASES[name], device)
-        with file.open("a") as out:
+        with file.open("a", encoding="utf-8") as out:
             out.write(json.dumps(asdict(outcome)) + "\n")
     if device == "remote":
         dr.shutdown()
@@ -200,8 +200,8 @@ def outcomes(kind: str, device: str, names: Sequence[str]) -> Iterator[Outcome]:
                     ).returncode
                 except subprocess.TimeoutExpired:
                     status = -1
-            lines = [json.loads(line) for line in file.read_text().splitlines()]
-            words = log.read_text(errors="replace")
+            lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+            words = log.read_text(encoding="utf-8", errors="replace")
         found = [Outcome(**line) for line in lines if "case" in line]
         yield from found
         done = {outcome.case for outcome in found}
@@ -316,13 +316,14 @@ def taken_summary(rows: Sequence[Taken]) -> str:
 
 def rewrite(page: Path, lines: Sequence[str], words: str, mark: str = "table") -> None:
     """Put a table into the page, between its two marks."""
-    before, begin, rest = page.read_text().partition(f"<!-- {mark} -->\n")
+    before, begin, rest = page.read_text(encoding="utf-8").partition(f"<!-- {mark} -->\n")
     _, end, after = rest.partition(f"<!-- end of the {mark} -->\n")
     if not (begin and end):
         raise ValueError(f"{page} has no lines `<!-- {mark} -->` and `<!-- end of the {mark} -->`")
     machine = f"{os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}"
     head = f"{time.strftime('%Y-%m-%d')}, {revision()}, torch {version('torch')}, {machine}. {words}"
-    page.write_text("".join([before, begin, head, "\n\n", "\n".join(lines), "\n", end, after]))
+    text = "".join([before, begin, head, "\n\n", "\n".join(lines), "\n", end, after])
+    page.write_text(text, encoding="utf-8")
 
 
 def chosen(kind: str, wanted: Sequence[str]) -> list[str]:

@@ -63,11 +63,11 @@ def test_what_is_worse_than_expected(run: Any, name: str) -> None:
 
 def test_the_table_of_a_page_is_written_anew(run: Any, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("Before.\n<!-- table -->\nold\n<!-- end of the table -->\nAfter.\n")
+    page.write_text("Before.\n<!-- table -->\nold\n<!-- end of the table -->\nAfter.\n", encoding="utf-8")
     case = run.Case("torch", "a | b", script)
     rows = [run.Row(case, "1.0", run.WORKS, "", 3)]
     run.rewrite(page, list(run.table(rows)), run.summary(rows))
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     assert text.startswith("Before.\n<!-- table -->\n") and text.endswith(
         "<!-- end of the table -->\nAfter.\n"
     )

@@ -25,7 +25,7 @@ def listening(pid: int) -> set[tuple[str, int]]:
     for name in opened(pid):
         sockets |= set(re.findall(r"^socket:\[(\d+)\]$", name))
     for family in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{family}").read_text().splitlines()[1:]:
+        for line in Path(f"/proc/{pid}/net/{family}").read_text(encoding="utf-8").splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in sockets:
                 host, _, port = fields[1].partition(":")

@@ -182,7 +182,7 @@ def listening(pid: int) -> list[int]:
             continue
     ports = []
     for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+        for line in Path(f"/proc/net/{table}").read_text(encoding="utf-8").splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
                 ports.append(int(fields[1].rpartition(":")[2], 16))

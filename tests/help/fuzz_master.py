@@ -391,7 +391,7 @@ class AgainstMaster:
             "DISTRUNTIME_SIGNING_KEY": str(folder / "signing-key"),
         }
         self._processes: list[subprocess.Popen[Any]] = []
-        self._log = (folder / "master.log").open("w+")
+        self._log = (folder / "master.log").open("w+", encoding="utf-8")
         try:
             self.workers = [self._worker(k) for k in range(2)]
             self.process = subprocess.Popen(
@@ -423,7 +423,7 @@ class AgainstMaster:
         deadline = time.monotonic() + 90
         while b"listening on" not in log.read_bytes():
             if time.monotonic() > deadline or self._processes[-1].poll() is not None:
-                raise Finding(f"a worker does not start:\n{log.read_text()}")
+                raise Finding(f"a worker does not start:\n{log.read_text(encoding='utf-8')}")
             pause(0.01)
         return address
 
@@ -442,7 +442,7 @@ class AgainstMaster:
         if wrong:
             raise Finding("\n".join(wrong))
         for k, process in enumerate(self._processes[:2]):
-            log = (self.folder / f"w{k}.log").read_text()
+            log = (self.folder / f"w{k}.log").read_text(encoding="utf-8")
             if process.poll() is not None or "Traceback (most" in log or "a defect of the worker" in log:
                 raise Finding(f"node {k}'s worker, {process.poll()}:\n{log[-5000:]}")
 

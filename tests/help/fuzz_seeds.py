@@ -653,8 +653,8 @@ def _listening(folder: Path, name: str, address: str) -> tuple[_Tapped, str]:
     tapped, log = _Tapped(folder, name), folder / f"{name}.log"
     with log.open("wb") as output:
         tapped.start("--listen", address, "--insecure", stderr=output)
-    until(lambda: "listening on " in log.read_text(), STARTING)
-    return tapped, log.read_text().partition("listening on ")[2].partition(",")[0]
+    until(lambda: "listening on " in log.read_text(encoding="utf-8"), STARTING)
+    return tapped, log.read_text(encoding="utf-8").partition("listening on ")[2].partition(",")[0]
 
 
 def _comings_and_goings(folder: Path) -> list[list[Any]]:

@@ -93,7 +93,7 @@ def daemon(report: str, *arguments: str) -> int:
 
 
 def _report(path: Path, frame: FrameType | None) -> None:
-    path.with_suffix(".new").write_text(json.dumps(holdings()))
+    path.with_suffix(".new").write_text(json.dumps(holdings()), encoding="utf-8")
     path.with_suffix(".new").rename(path)
 
 
@@ -106,7 +106,7 @@ def holdings() -> dict[str, Any]:
         ctypes.CDLL(None).malloc_trim(0)
     objects = gc.get_objects()
     kinds = Counter(type(o).__name__ for o in objects)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
     return {
         "bytes": pages * resource.getpagesize(),
         "threads": len(os.listdir("/proc/self/task")),
@@ -160,12 +160,12 @@ class FuzzedWorker:
         self.address = self.text().partition("listening on ")[2].partition(",")[0]
         Legitimate(self).compute().leave()
         if sys.platform == "linux":
-            pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[0])
+            pages = int(Path(f"/proc/{self.process.pid}/statm").read_text(encoding="utf-8").split()[0])
             limit = pages * resource.getpagesize() + _ROOM
             resource.prlimit(self.process.pid, resource.RLIMIT_AS, (limit, limit))
 
     def text(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         return "\n".join(
             line
             for line in lines
@@ -187,7 +187,7 @@ class FuzzedWorker:
         """Raise `Finding` if the process has ended or said what it must not."""
         if self.process.poll() is not None:
             raise Finding(f"the worker ended ({self.process.returncode}):\n{self.text()[-6000:]}")
-        with self.log.open(errors="replace") as file:
+        with self.log.open(encoding="utf-8", errors="replace") as file:
             file.seek(self._read)
             new = file.read()
             self._read = file.tell()
@@ -204,7 +204,7 @@ class FuzzedWorker:
         self._report.unlink(missing_ok=True)
         self.process.send_signal(signal.SIGUSR1)
         self._wait(self._report.exists, PATIENCE, "does not say what it holds")
-        found: dict[str, Any] = json.loads(self._report.read_text())
+        found: dict[str, Any] = json.loads(self._report.read_text(encoding="utf-8"))
         return found
 
     def stop(self) -> None:

@@ -67,12 +67,12 @@ class Launch:
     @property
     def out(self) -> str:
         """What it has written on standard output."""
-        return self._out.read_text()
+        return self._out.read_text(encoding="utf-8")
 
     @property
     def err(self) -> str:
         """What it has written on standard error."""
-        return self._err.read_text()
+        return self._err.read_text(encoding="utf-8")
 
     def pids(self) -> list[int]:
         """Return the processes of this launch that run, the launch itself too."""

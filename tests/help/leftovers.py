@@ -86,7 +86,7 @@ class Leftovers:
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 # Children of this process end with it, such as the one that starts its workers.
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                parent = int((entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
                 if os.getpid() not in (int(entry.name), parent) and mine in (
                     entry / "environ"
                 ).read_bytes().split(b"\0"):

@@ -64,15 +64,15 @@ class Tree:
     def changed(self, mutant: Mutant) -> Iterator[None]:
         """Let the mutant's file have its mistake until the block ends."""
         file = self._folder / mutant.file
-        text, before = file.read_text(), file.stat()
+        text, before = file.read_text(encoding="utf-8"), file.stat()
         self._changes += 1
-        file.write_text(text.replace(mutant.old, mutant.new))
+        file.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
         # Python takes compiled code for current if size and second agree. So no two texts share a second.
         os.utime(file, (before.st_atime, before.st_mtime + self._changes))
         try:
             yield
         finally:
-            file.write_text(text)
+            file.write_text(text, encoding="utf-8")
             os.utime(file, (before.st_atime, before.st_mtime))
 
     def failing(
@@ -115,7 +115,7 @@ def stale(mutants: Iterable[Mutant]) -> list[str]:
     found = []
     for mutant in mutants:
         file = ROOT / mutant.file
-        count = file.read_text().count(mutant.old) if file.is_file() else 0
+        count = file.read_text(encoding="utf-8").count(mutant.old) if file.is_file() else 0
         if count != 1:
             found.append(f"{mutant.name}: {mutant.file} has {count} times: {mutant.old}")
         missing = [test for test in mutant.tests if not (ROOT / test.partition("::")[0]).exists()]

@@ -70,7 +70,7 @@ class OneNodeSlurm:
             (self.folder / name).mkdir()
         ports = {"controller": free_port(), "node": free_port()}
         text = _CONFIG.format(host=self.host, folder=self.folder, cpus=os.cpu_count(), **ports)
-        (self.folder / "slurm.conf").write_text(text)
+        (self.folder / "slurm.conf").write_text(text, encoding="utf-8")
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
@@ -120,4 +120,5 @@ class OneNodeSlurm:
     def said(self) -> str:
         """Return what the daemons have written, for a test that fails."""
         files = sorted(self.folder.glob("*.out")) + sorted(self.folder.glob("*.log"))
-        return "\n".join(f"-- {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
+        texts = (file.read_text(encoding="utf-8", errors="replace")[-3000:] for file in files)
+        return "\n".join(f"-- {file.name}\n{text}" for file, text in zip(files, texts))

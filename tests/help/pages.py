@@ -123,7 +123,9 @@ def programs(folder: Path) -> str:
         "distruntime": ["-m", "distruntime"],
         "distruntime-worker": ["-m", "distruntime_worker"],
     }.items():
-        (folder / name).write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, *words])} "$@"\n')
+        (folder / name).write_text(
+            f'#!/bin/sh\nexec {shlex.join([sys.executable, *words])} "$@"\n', encoding="utf-8"
+        )
         (folder / name).chmod(0o755)
     return os.pathsep.join([str(folder), os.environ["PATH"]])
 

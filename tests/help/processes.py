@@ -101,7 +101,7 @@ def processor_seconds(pid: int) -> float:
         printed = subprocess.run(["ps", "-o", "time=", "-p", str(pid)], capture_output=True, text=True).stdout
         return sum(float(part) * 60**k for k, part in enumerate(reversed(printed.strip().split(":"))))
     # The name of the program, which stands before this, may have blanks and brackets.
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -180,7 +180,7 @@ def _letter(entry: Path) -> str:
     """Return what /proc says of a process or a thread: "R" for one that runs, "S" for one that sleeps, "T",
     "Z".
     """
-    return (entry / "stat").read_text().rpartition(") ")[2][:1]
+    return (entry / "stat").read_text(encoding="utf-8").rpartition(") ")[2][:1]
 
 
 def state(pid: int) -> str:
@@ -278,7 +278,7 @@ class ListeningWorker:
         self.address = self.text().partition("listening on ")[2].partition(",")[0]
 
     def text(self) -> str:
-        return self.log.read_text()
+        return self.log.read_text(encoding="utf-8")
 
     def stop(self) -> None:
         self.process.terminate()

@@ -55,7 +55,7 @@ def _port() -> int:
 
 def _with_users(*words: str) -> None:
     """Run a command that changes the list of users. Two test processes take turns."""
-    with Path(tempfile.gettempdir(), "dr-sshd-users.lock").open("w") as file:
+    with Path(tempfile.gettempdir(), "dr-sshd-users.lock").open("w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         subprocess.run(words, check=True, capture_output=True)
 
@@ -109,7 +109,7 @@ class Account:
 
     def _program(self, name: str, text: str, folder: Path | None = None) -> Path:
         path = (folder or self.bin) / name
-        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
         path.chmod(0o755)
         return path
 
@@ -130,7 +130,7 @@ class Account:
         folder.mkdir()
         folder.parent.chmod(0o755)
         (folder / "__init__.py").touch()
-        (folder / "version.py").write_text(f'__version__ = "{version}"\n')
+        (folder / "version.py").write_text(f'__version__ = "{version}"\n', encoding="utf-8")
         return folder.parent
 
     def processes(self) -> list[int]:
@@ -139,7 +139,7 @@ class Account:
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with suppress(OSError):
-                    state = (entry / "stat").read_text().rpartition(") ")[2][:1]
+                    state = (entry / "stat").read_text(encoding="utf-8").rpartition(") ")[2][:1]
                     if entry.stat().st_uid == self.uid and state not in "ZX":
                         found.append(int(entry.name))
         return found
@@ -186,24 +186,25 @@ class Machine:
         config.write_text(
             f"Port {self.port}\nListenAddress {host}\nHostKey {account.folder}/host_key\n"
             f"PidFile none\nAuthorizedKeysFile {account.folder}/authorized\nStrictModes no\nUsePAM no\n"
-            f"PasswordAuthentication no\nKbdInteractiveAuthentication no\nAllowUsers {USER}\n{settings}\n"
+            f"PasswordAuthentication no\nKbdInteractiveAuthentication no\nAllowUsers {USER}\n{settings}\n",
+            encoding="utf-8",
         )
         inside = ["ip", "netns", "exec", namespace] if namespace else []
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*inside, SSHD, "-D", "-e", "-f", str(config)], stdout=log, stderr=log
             )
-        with account.config.open("a") as file:
+        with account.config.open("a", encoding="utf-8") as file:
             file.write(
                 f"Host {name}\n HostName {host}\n Port {self.port}\n User {USER}\n"
                 f" IdentityFile {account.folder}/key\n IdentitiesOnly yes\n"
                 f" UserKnownHostsFile {account.known}\n GlobalKnownHostsFile none\n"
             )
-        key = (account.folder / "host_key.pub").read_text()
-        with account.known.open("a") as file:
+        key = (account.folder / "host_key.pub").read_text(encoding="utf-8")
+        with account.known.open("a", encoding="utf-8") as file:
             file.write(f"[{host}]:{self.port} {key}")
         until(lambda: b"Server listening" in self.log.read_bytes() or self.process.poll() is not None)
-        assert self.process.poll() is None, self.log.read_text()
+        assert self.process.poll() is None, self.log.read_text(encoding="utf-8")
 
     def stop(self) -> None:
         """End the sshd. Its connections stay."""

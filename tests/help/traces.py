@@ -36,7 +36,11 @@ class Read(NamedTuple):
 
 
 def read_trace(path: Path) -> Read:
-    text = gzip.open(path, "rt").read() if path.name.endswith(".gz") else path.read_text()
+    text = (
+        gzip.open(path, "rt", encoding="utf-8").read()
+        if path.name.endswith(".gz")
+        else path.read_text(encoding="utf-8")
+    )
     whole = json.loads(text)
     events = whole["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -64,6 +68,6 @@ def read_trace(path: Path) -> Read:
 
 def line_of(file: str, text: str) -> str:
     """Return "test_trace.py:12" of the line of a file that has a text as its comment, and no other has."""
-    lines = Path(file).read_text().splitlines()
+    lines = Path(file).read_text(encoding="utf-8").splitlines()
     (number,) = [k for k, line in enumerate(lines, 1) if line.endswith(f"  # {text}")]
     return f"{Path(file).name}:{number}"

@@ -562,7 +562,7 @@ _PLAIN = [
 @pytest.mark.parametrize("path", _PLAIN, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_master_unpickles_nothing(path: Path) -> None:
     """Replies carry data: whatever a worker sends, no code of its choice runs."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         match node:
             case ast.Import(names=names):
                 # Its `dumps` writes here. Its `loads` is caught below.

@@ -87,7 +87,7 @@ def test_the_script_hears_where_its_workers_are(tmp_path: Path) -> None:
     done = job(tmp_path, launcher, words, [])
     done.meeting = Meeting("tcp://0.0.0.0:1", "tcp://a:1", tmp_path / "key", 2)
     assert run(done, os.environ) == 0
-    assert shown.read_text() == f"tcp://0.0.0.0:1 2 {tmp_path}/key\n"
+    assert shown.read_text(encoding="utf-8") == f"tcp://0.0.0.0:1 2 {tmp_path}/key\n"
     assert [spec.node for spec, _ in launcher.started] == [0, 1]
     assert launcher.started[1][0].arguments()[:4] == ["--master", "tcp://a:1", "--node", "1"]
     assert "--once" not in launcher.started[1][0].arguments()
@@ -105,10 +105,13 @@ def test_before_its_time_is_over_the_script_gets_sigterm(tmp_path: Path) -> None
 
 
 def test_the_lines_of_each_worker_say_whose_they_are(tmp_path: Path) -> None:
-    (tmp_path / "worker-0.log").write_text("of an earlier launch\n")
+    (tmp_path / "worker-0.log").write_text("of an earlier launch\n", encoding="utf-8")
     shown = list[str]()
     tails = Tails(tmp_path, 2, routine=False, show=shown.append)
-    with (tmp_path / "worker-0.log").open("a") as one, (tmp_path / "worker-1.log").open("w") as two:
+    with (
+        (tmp_path / "worker-0.log").open("a", encoding="utf-8") as one,
+        (tmp_path / "worker-1.log").open("w", encoding="utf-8") as two,
+    ):
         print("2026-11-23 10:00:00,1 INFO distruntime.worker: dialling", file=one)
         print("half", end="", file=one, flush=True)
         print("whole", file=two, flush=True)
@@ -141,13 +144,13 @@ def test_what_a_script_is(tmp_path: Path) -> None:
 def test_hosts(tmp_path: Path) -> None:
     assert from_names("gpu1, gpu2") == ["gpu1", "gpu2"]
     file = tmp_path / "hosts"
-    file.write_text("# ours\ngpu1 slots=2 max_slots=4\n\nme@gpu2  # new\n")
+    file.write_text("# ours\ngpu1 slots=2 max_slots=4\n\nme@gpu2  # new\n", encoding="utf-8")
     assert from_file(file) == ["gpu1", "gpu1", "me@gpu2"]
-    file.write_text("gpu1 slots=many\n")
+    file.write_text("gpu1 slots=many\n", encoding="utf-8")
     with pytest.raises(dr.ConfigurationError, match=r"line 1: got 'slots=many', expected slots=N"):
         from_file(file)
     for text in ("", "# none\n"):
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
         with pytest.raises(dr.ConfigurationError, match="without a machine"):
             from_file(file)
     with pytest.raises(dr.ConfigurationError, match="cannot be read: No such file"):

@@ -41,7 +41,7 @@ TRAPS = "trap 'echo got it; exit 9' INT TERM; echo ready; while :; do sleep 0.02
 
 @pytest.mark.slow(reason="starts a script and its workers, 7 s")
 def test_a_script_finds_its_workers_and_they_end_with_it(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT), encoding="utf-8")
     with Launch(tmp_path, "-n", "2", "train.py", "--lr", "0.1") as launch:
         assert launch.ended() == 7, launch.said()
         launch.until_nothing_is_left()

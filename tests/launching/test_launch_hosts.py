@@ -46,7 +46,7 @@ def account() -> Iterator[Account]:
 
 
 def launch(account: Account, folder: Path, *options: str) -> Launch:
-    (folder / "train.py").write_text(textwrap.dedent(SCRIPT))
+    (folder / "train.py").write_text(textwrap.dedent(SCRIPT), encoding="utf-8")
     path = f"{account.bin}{os.pathsep}{os.environ['PATH']}"
     return Launch(folder, *options, "train.py", PATH=path, DISTRUNTIME_KEY=str(folder / "key"))
 
@@ -73,7 +73,7 @@ def test_a_script_computes_on_two_hosts_and_ctrl_c_ends_all(account: Account, tm
 
 
 def test_kill_9_of_a_launch_leaves_no_process_on_its_hosts(account: Account, tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("gpu1 slots=1\ngpu2\n")
+    (tmp_path / "hosts").write_text("gpu1 slots=1\ngpu2\n", encoding="utf-8")
     with launch(account, tmp_path, "--hostfile", "hosts") as launched:
         launched.until_said("waiting")
         assert account.processes()

@@ -129,7 +129,7 @@ needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="there 
 @needs_mpirun
 @pytest.mark.slow(reason="two launches of three processes each import torch for themselves")
 def test_mpirun_starts_a_script_and_its_workers(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     KeyPair.generate().save(tmp_path / "key")
     where = ("--master", f"tcp://127.0.0.1:{free_port()}", "--key", str(tmp_path / "key"))
     for options in ((), where):
@@ -144,7 +144,7 @@ def test_mpirun_starts_a_script_and_its_workers(tmp_path: Path) -> None:
 @needs_mpirun
 @pytest.mark.slow(reason="three processes import torch, each for itself")
 def test_kill_9_of_mpirun_leaves_no_process_behind(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(WAITS)
+    (tmp_path / "train.py").write_text(WAITS, encoding="utf-8")
     with Launch(tmp_path, "train.py", program=MPIRUN) as launch:
         launch.until_said("computes")
         os.kill(launch.process.pid, signal.SIGKILL)

@@ -36,7 +36,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write(folder: Path, name: str, code: str) -> None:
     program = folder / f"{name}.py"
-    program.write_text(f"import json, os, sys\n{code}\n")
+    program.write_text(f"import json, os, sys\n{code}\n", encoding="utf-8")
     # The first line of a script can name no Python whose path has blanks.
     words = shlex.join([sys.executable, str(program)])
     (folder / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n', encoding="utf-8")
@@ -108,7 +108,7 @@ def test_each_worker_is_a_step_on_its_machine_with_its_share_of_the_gpus(
         worker = launcher.start(spec)
         until(lambda worker=worker: worker.poll() is not None)
         assert worker.poll() == "srun exited with code 0", worker.last_lines()
-        words, variables = json.loads((tmp_path / f"key-{node}.json").read_text())
+        words, variables = json.loads((tmp_path / f"key-{node}.json").read_text(encoding="utf-8"))
         assert {"--jobid=7", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap"} <= set(words)
         assert words[-len(spec.arguments()) :] == spec.arguments()
         assert variables["A"] == "b" and variables.get("CUDA_VISIBLE_DEVICES") == cards
@@ -138,7 +138,7 @@ def test_outside_of_an_allocation_a_job_is_printed_or_submitted(programs: Path, 
     with Launch(tmp_path, *options, **path) as launch:
         assert launch.ended() == 0, launch.said()
         assert launch.out == "Submitted batch job 7\n"
-    text = (tmp_path / "batch").read_text()
+    text = (tmp_path / "batch").read_text(encoding="utf-8")
     with Launch(tmp_path, *options[:1], "--dry-run", *options[1:], **path) as launch:
         assert launch.ended() == 0 and launch.out == text
     assert {f"#SBATCH --{line}" for line in ("nodes=2", "ntasks=4", "time=1:00:00", "job-name=train")} <= set(
@@ -185,7 +185,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneNodeSlurm]:
 
 @pytest.mark.slow(reason="starts Slurm's daemons, and nine workers by srun")
 def test_in_a_real_allocation(slurm: OneNodeSlurm, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     inside = (sys.executable, "-m", "distruntime", "launch", "--slurm", "train.py")
     program = ("salloc", "--quiet", "--ntasks=2", "--overcommit")
     with Launch(tmp_path, *inside, program=program, CHECK="1", **slurm.variables) as launch:
@@ -196,12 +196,12 @@ def test_in_a_real_allocation(slurm: OneNodeSlurm, tmp_path: Path) -> None:
 
 @pytest.mark.slow(reason="starts Slurm's daemons, and a batch job twice")
 def test_a_job_is_queued_again_before_its_time_is_over(slurm: OneNodeSlurm, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(WAITS)
+    (tmp_path / "train.py").write_text(WAITS, encoding="utf-8")
     options = "--slurm -n 2 --requeue --sbatch=--overcommit --sbatch=--output=job.log train.py".split()
     log = tmp_path / "job.log"
 
     def count(text: str) -> int:
-        return log.read_text().count(text) if log.exists() else 0
+        return log.read_text(encoding="utf-8").count(text) if log.exists() else 0
 
     with Launch(tmp_path, *options, **slurm.variables) as launch:
         assert launch.ended() == 0, launch.said()
@@ -216,7 +216,7 @@ def test_a_job_is_queued_again_before_its_time_is_over(slurm: OneNodeSlurm, tmp_
             until(lambda: "JobState=PENDING" in slurm.ask("scontrol", "show", "job", job), 60)
             assert "Requeue=1 Restarts=1" in slurm.ask("scontrol", "show", "job", job)
         except AssertionError:
-            print(log.read_text() if log.exists() else "no log", slurm.said())
+            print(log.read_text(encoding="utf-8") if log.exists() else "no log", slurm.said())
             raise
         finally:
             slurm.ask("scancel", job)
@@ -225,12 +225,12 @@ def test_a_job_is_queued_again_before_its_time_is_over(slurm: OneNodeSlurm, tmp_
 
 @pytest.mark.slow(reason="starts Slurm's daemons, and two workers by srun")
 def test_kill_9_of_a_launch_in_an_allocation_leaves_nothing(slurm: OneNodeSlurm, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(WAITS)
+    (tmp_path / "train.py").write_text(WAITS, encoding="utf-8")
     pid = tmp_path / "pid"
     inside = f"echo $$ > {pid}; exec {shlex.quote(sys.executable)} -m distruntime launch --slurm train.py"
     program = ("salloc", "--quiet", "--ntasks=2", "--overcommit")
     with Launch(tmp_path, "sh", "-c", inside, program=program, **slurm.variables) as launch:
         launch.until_said("computes")
-        os.kill(int(pid.read_text()), signal.SIGKILL)
+        os.kill(int(pid.read_text(encoding="utf-8")), signal.SIGKILL)
         launch.ended()
         launch.until_nothing_is_left()

@@ -108,7 +108,7 @@ def test_one_line_leads_to_a_result_and_no_command_line_has_the_key(
 
 def test_options_reach_a_worker_behind_a_jump_host(account: Account, box: Machine) -> None:
     behind = account.machine("behind")
-    with account.config.open("a") as file:
+    with account.config.open("a", encoding="utf-8") as file:
         file.write(" ProxyJump gpubox\n")
     with begin(behind.address(simulate_cuda="2", devices="cuda:0", max_memory="64MiB")):
         (node,) = dr.nodes()
@@ -275,20 +275,20 @@ def test_a_host_that_is_not_there(account: Account) -> None:
     fails(
         "ssh://no.such.host.invalid", dr.ConnectionFailed, "ssh knows no host 'no.such.host.invalid'.*~/.ssh"
     )
-    with account.config.open("a") as file:
+    with account.config.open("a", encoding="utf-8") as file:
         file.write("Host closed\n HostName 127.0.0.1\n Port 9\n")
     fails("ssh://closed", dr.ConnectionFailed, "ssh://closed: nobody accepts ssh there.*Is sshd running")
 
 
 def test_a_host_key_that_is_unknown_or_has_changed(account: Account, box: Machine) -> None:
-    with account.config.open("a") as file:
+    with account.config.open("a", encoding="utf-8") as file:
         for name, known in (("unknown", "none_known"), ("changed", "other_known")):
             file.write(
                 f"Host {name}\n HostName 127.0.0.1\n Port {box.port}\n User nobody\n"
                 f" UserKnownHostsFile {account.folder}/{known}\n GlobalKnownHostsFile none\n"
             )
     (account.folder / "other_known").write_text(
-        f"[127.0.0.1]:{box.port} {(account.folder / 'key.pub').read_text()}"
+        f"[127.0.0.1]:{box.port} {(account.folder / 'key.pub').read_text(encoding='utf-8')}", encoding="utf-8"
     )
     fails("ssh://unknown", dr.ConnectionFailed, "host key is not known here. Run `ssh unknown` once by hand")
     fails("ssh://changed", dr.ConnectionFailed, "host key has changed.*ssh-keygen -R")

@@ -138,7 +138,7 @@ def train(ckpt: Any, steps: int, pace: float, stop: str) -> dict[str, Any]:
 def _last(stop: str) -> int:
     """Return the step that is to be the last one, as far as that is known."""
     try:
-        return int(Path(stop).read_text())
+        return int(Path(stop).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return NEVER
 
@@ -397,7 +397,7 @@ class World:
         doing some of them again.
         """
         written = self.stop_file.with_suffix(".new")
-        written.write_text(str(max(self.losses)))
+        written.write_text(str(max(self.losses)), encoding="utf-8")
         written.rename(self.stop_file)
 
     # -- faults: each returns what it was, and what the bound of it is

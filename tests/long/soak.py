@@ -45,7 +45,9 @@ class Sample:
 
 
 def sample(pid: int, began: float) -> Sample:
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    status = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    )
     descriptors = len(os.listdir(f"/proc/{pid}/fd"))
     return Sample(
         time.monotonic() - began, int(status["VmRSS"].split()[0]) << 10, descriptors, int(status["Threads"])

@@ -55,9 +55,12 @@ assert tuple(x.shape) == (1000 % 128, 1, 28, 28) and x.place == dr.place(1, "cud
 model, step, path = torch.nn.Linear(8, 16).to(dr.place(1)), 7, "/data/going-on"
 # %% dr.push("corpus/", node=1)  # to the same path there
 Path("corpus").mkdir()
-Path("corpus/one.txt").write_text("one")
-Path("model.pt").write_text("two")
+Path("corpus/one.txt").write_text("one", encoding="utf-8")
+Path("model.pt").write_text("two", encoding="utf-8")
 Path("/data/run7").mkdir()
-Path("/data/run7/log.csv").write_text("three")
+Path("/data/run7/log.csv").write_text("three", encoding="utf-8")
 # %% the end
-assert Path("/data/model.pt").read_text() == "two" and Path("log.csv").read_text() == "three"
+assert (
+    Path("/data/model.pt").read_text(encoding="utf-8") == "two"
+    and Path("log.csv").read_text(encoding="utf-8") == "three"
+)

@@ -5,7 +5,7 @@ import distruntime as dr
 
 for name in ("my_package/__init__.py", "my_module.py", "src/within.py"):
     Path(name).parent.mkdir(exist_ok=True)
-    Path(name).write_text("def tell():\n    return __name__\n")
+    Path(name).write_text("def tell():\n    return __name__\n", encoding="utf-8")
 sys.path.insert(0, "")
 import my_module
 

@@ -7,7 +7,8 @@ from torch.nn.parallel import DistributedDataParallel
 import distruntime as dr
 
 Path("train.py").write_text(
-    "import os, sys\nassert os.environ['WORLD_SIZE'] == '2' and sys.argv[1:] == ['--epochs', '3']\n"
+    "import os, sys\nassert os.environ['WORLD_SIZE'] == '2' and sys.argv[1:] == ['--epochs', '3']\n",
+    encoding="utf-8",
 )
 dr.init_master_worker(world_size=2)
 # %% def setup(model):

@@ -154,7 +154,7 @@ def test_a_strangers_key_is_named_with_how_to_trust_it(daemon: Keeping, tmp_path
     assert f"'x' is signed with the key {shown}, whose holder claims to be mallory@pit" in str(caught.value)
     assert str(caught.value).splitlines()[1].endswith(f"add the line:  {shown} mallory@pit")
     assert not (tmp_path / "mark").exists()
-    (keys / "trusted").write_text(str(caught.value).rpartition("add the line:  ")[2] + "\n")
+    (keys / "trusted").write_text(str(caught.value).rpartition("add the line:  ")[2] + "\n", encoding="utf-8")
     # This is a file. It is trusted now, and so it is opened.
     dr.lookup("x").close()
     assert (tmp_path / "mark").exists()
@@ -262,9 +262,9 @@ def test_a_key_is_made_at_the_first_publish_for_its_owner_alone(keys: Path, sess
     assert not keys.exists()
     dr.publish("x", torch.ones(1, device=REMOTE))
     assert (keys / "own").stat().st_mode & 0o777 == 0o600 and keys.stat().st_mode & 0o777 == 0o700
-    before = (keys / "own").read_text()
+    before = (keys / "own").read_text(encoding="utf-8")
     dr.publish("x", torch.ones(1, device=REMOTE))
-    assert (keys / "own").read_text() == before and "SECRET" in before
+    assert (keys / "own").read_text(encoding="utf-8") == before and "SECRET" in before
     dr.unpublish("x")
 
 
@@ -286,7 +286,7 @@ def test_the_command_prints_the_line_to_paste(keys: Path) -> None:
     )
     assert done.stdout == signing.public_line() + "\n"
     public, _, who = done.stdout.strip().partition(" ")
-    (keys / "trusted").write_text(f"# people\n\n{done.stdout}")
+    (keys / "trusted").write_text(f"# people\n\n{done.stdout}", encoding="utf-8")
     assert signing.trusted_keys() == {signing._bytes(public): who}
 
 
@@ -304,19 +304,19 @@ def test_a_key_that_others_may_read_is_refused(keys: Path, mode: int) -> None:
 @pytest.mark.parametrize("text", ["", "# nothing\n", "nonsense\n", "QUJD\n", "two words\nlines\n"])
 def test_a_file_that_holds_no_key_is_refused(keys: Path, text: str) -> None:
     signing.own_key()
-    (keys / "own").write_text(text)
+    (keys / "own").write_text(text, encoding="utf-8")
     with pytest.raises(dr.ConfigurationError, match="without a signing key in it"):
         signing.own_key()
 
 
 def test_a_list_that_others_may_write_is_refused(keys: Path) -> None:
     keys.mkdir()
-    (keys / "trusted").write_text(signing.public_line())
+    (keys / "trusted").write_text(signing.public_line(), encoding="utf-8")
     (keys / "trusted").chmod(0o666)
     with pytest.raises(dr.ConfigurationError, match=r"writable by others.*chmod go-w"):
         signing.trusted_keys()
     (keys / "trusted").chmod(0o644)
-    (keys / "trusted").write_text("AAAA alice\n")
+    (keys / "trusted").write_text("AAAA alice\n", encoding="utf-8")
     with pytest.raises(
         dr.ConfigurationError,
         match="line 1: expected a key as `python -m distruntime key` prints it, got 'AAAA alice'",

@@ -142,7 +142,7 @@ def test_a_result_that_cannot_be_pickled_stays_there() -> None:
 def test_a_module_that_is_missing_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "site-packages" / "only_here"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text("def f(): return 1\n")
+    (package / "__init__.py").write_text("def f(): return 1\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(package.parent))
     import only_here  # type: ignore[import-not-found]
 
@@ -284,14 +284,14 @@ def test_a_fork_does_not_serve_the_session(tmp_path: Path) -> None:
     def forks(folder: Path) -> int:
         pid = os.fork()
         if pid == 0:
-            (folder / "child").write_text(str(os.getpid()))
+            (folder / "child").write_text(str(os.getpid()), encoding="utf-8")
             print("from the child")
             return -1
         _, status = os.waitpid(pid, 0)
         return os.waitstatus_to_exitcode(status)
 
     assert dr.fetch(dr.remote(forks)(tmp_path, node=1)) == 0
-    assert (tmp_path / "child").read_text() != str(dr.nodes()[1].pid)
+    assert (tmp_path / "child").read_text(encoding="utf-8") != str(dr.nodes()[1].pid)
 
     def forks_and_raises() -> int:
         pid = os.fork()

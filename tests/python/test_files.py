@@ -19,7 +19,7 @@ def folder(tmp_path: Path) -> Path:
     (made / "below" / "deeper").mkdir(parents=True)
     (made / "large.bin").write_bytes(os.urandom(3 << 10) * 3000)
     (made / "below" / "empty").write_bytes(b"")
-    (made / "below" / "deeper" / "run.sh").write_text("echo")
+    (made / "below" / "deeper" / "run.sh").write_text("echo", encoding="utf-8")
     (made / "below" / "deeper" / "run.sh").chmod(0o755)
     (made / "linked").symlink_to(made / "below" / "deeper")
     (made / "below" / "up").symlink_to(made)

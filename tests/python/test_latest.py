@@ -57,7 +57,9 @@ def test_options_and_equal_functions_see_the_change() -> None:
 
 
 def test_a_module_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_helpers.py").write_text("k = 1\ncfg = {'a': 1}\ndef scaled(x): return x * k\n")
+    (tmp_path / "my_helpers.py").write_text(
+        "k = 1\ncfg = {'a': 1}\ndef scaled(x): return x * k\n", encoding="utf-8"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     import my_helpers  # type: ignore[import-not-found]
 
@@ -79,8 +81,8 @@ def test_a_module_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_package_of_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_package").mkdir()
-    (tmp_path / "my_package" / "__init__.py").write_text("")
-    (tmp_path / "my_package" / "part.py").write_text("k = 1\ncfg = {'a': 1}\n")
+    (tmp_path / "my_package" / "__init__.py").write_text("", encoding="utf-8")
+    (tmp_path / "my_package" / "part.py").write_text("k = 1\ncfg = {'a': 1}\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     space = cells("import my_package.part\nfrom my_package import part\nname = 'k'\n")
     read = ["my_package.part.k", "getattr(part, name)", "vars(part)['cfg']['a']", "(lambda: part.cfg['a'])()"]

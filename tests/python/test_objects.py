@@ -158,14 +158,14 @@ def test_other_tasks_run_while_an_item_is_made(tmp_path: Path) -> None:
     os.mkfifo(path)
 
     def lines() -> Iterator[str]:
-        with open(path) as fifo:
+        with open(path, encoding="utf-8") as fifo:
             yield from fifo
 
     async def both() -> list[Any]:
         found = asyncio.create_task(gathered(dr.remote(lines)()))
         await asyncio.sleep(0)
         # The worker waits for a line, and this task goes on.
-        with open(path, "w") as fifo:
+        with open(path, "w", encoding="utf-8") as fifo:
             fifo.write("made")
         return await found
 

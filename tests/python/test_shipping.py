@@ -35,11 +35,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[P
     """A package here that no worker has, and that no other test has shipped: its folder and its name."""
     folder = tmp_path / f"shipped{next(_names)}"
     folder.mkdir()
-    (folder / "__init__.py").write_text("from .inner import answer\n")
-    (folder / "inner.py").write_text("def answer():\n    return 1\n")
-    (folder / "words.txt").write_text("data of the package")
+    (folder / "__init__.py").write_text("from .inner import answer\n", encoding="utf-8")
+    (folder / "inner.py").write_text("def answer():\n    return 1\n", encoding="utf-8")
+    (folder / "words.txt").write_text("data of the package", encoding="utf-8")
     (folder / "__pycache__").mkdir()
-    (folder / "__pycache__" / "inner.pyc").write_text("no code")
+    (folder / "__pycache__" / "inner.pyc").write_text("no code", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield folder, folder.name
     for name in [name for name in sys.modules if name.partition(".")[0] == folder.name]:
@@ -74,14 +74,14 @@ def test_what_has_changed_replaces_what_was_imported(session: object, package: t
     module: ModuleType = importlib.import_module(name)
     by_name = dr.remote(module.answer)
     assert dr.fetch([by_name(node=1), dr.remote(imported)(name, node=1)]) == [1, 1]
-    (folder / "inner.py").write_text("def answer():\n    return 22\n")
+    (folder / "inner.py").write_text("def answer():\n    return 22\n", encoding="utf-8")
     dr.ship(module)
     assert dr.fetch([by_name(node=1), dr.remote(imported)(name, node=1)]) == [22, 22]
 
 
 def test_one_node_gets_a_folder_of_modules(session: object, tmp_path: Path) -> None:
     name = f"alone{next(_names)}"
-    (tmp_path / f"{name}.py").write_text("def answer():\n    return 3\n")
+    (tmp_path / f"{name}.py").write_text("def answer():\n    return 3\n", encoding="utf-8")
     dr.ship(tmp_path, node=1)
     assert dr.fetch(dr.remote(imported)(name, node=1)) == 3
     with pytest.raises(ModuleNotFoundError, match="is not installed on this worker"):
@@ -107,7 +107,7 @@ def test_the_members_of_a_mesh_import_it_too(mesh: dr.DeviceMesh, package: tuple
     assert dr.fetch(call(name)) == [1, 1]
     by_name = dr.spmd(mesh, importlib.import_module(name).answer, returns=object)
     assert dr.fetch(by_name()) == [1, 1]
-    (folder / "inner.py").write_text("def answer():\n    return 22\n")
+    (folder / "inner.py").write_text("def answer():\n    return 22\n", encoding="utf-8")
     dr.ship(name)
     assert dr.fetch([call(name), by_name()]) == [[22, 22], [22, 22]]
     assert dr.fetch(dr.spmd(mesh, os.getpid)()) == before

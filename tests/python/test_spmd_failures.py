@@ -91,13 +91,13 @@ def test_a_child_that_outlives_its_rank_does_not_hide_the_end(mesh: dr.DeviceMes
             pid = os.fork()
             if pid == 0:
                 time.sleep(200)
-            (folder / "child").write_text(str(pid))
+            (folder / "child").write_text(str(pid), encoding="utf-8")
             os._exit(3)
         dist.barrier()
 
     with pytest.raises(RuntimeError, match="rank 1 exited with code 3"):
         dr.fetch(dr.spmd(mesh, leaves_a_child, returns=object)(tmp_path))
-    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    os.kill(int((tmp_path / "child").read_text(encoding="utf-8")), signal.SIGKILL)
     assert works(mesh)
 
 

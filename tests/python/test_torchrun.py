@@ -44,8 +44,8 @@ print("beside", beside.NAME)
 
 @pytest.fixture
 def script(tmp_path: Path) -> str:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "beside.py").write_text("NAME = 'the script'")
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    (tmp_path / "beside.py").write_text("NAME = 'the script'", encoding="utf-8")
     return str(tmp_path / "train.py")
 
 
@@ -153,7 +153,7 @@ def test_a_signal_ends_all_ranks(
     marks = [tmp_path / f"pid{rank}" for rank in range(2)]
 
     def strike() -> None:
-        until(lambda: all(mark.exists() and mark.read_text().endswith(".") for mark in marks))
+        until(lambda: all(mark.exists() and mark.read_text(encoding="utf-8").endswith(".") for mark in marks))
         os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=strike)
@@ -163,5 +163,5 @@ def test_a_signal_ends_all_ranks(
     thread.join()
     assert status == 128 + number
     assert signal.getsignal(number) == before
-    pids = [int(mark.read_text().rstrip(".")) for mark in marks]
+    pids = [int(mark.read_text(encoding="utf-8").rstrip(".")) for mark in marks]
     until(lambda: not any(map(state, pids)))

@@ -54,7 +54,9 @@ def path(request: pytest.FixtureRequest, module: Tied, tmp_path: Path) -> Path:
     if request.param == "index":
         save_file({"scale": torch.zeros(3)}, tmp_path / "other.safetensors")
         table = {name: f"model-{k}.safetensors" for k, half in enumerate(halves) for name in half}
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+        (tmp_path / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": table}), encoding="utf-8"
+        )
     return tmp_path
 
 
@@ -199,6 +201,6 @@ def test_what_no_file_has_begins_anew_or_is_refused(
     (folder / "config.json").rename(folder / "other.json")
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         dr.from_pretrained(folder, node=1)
-    (folder / "config.json").write_text(json.dumps({"model_type": "of my own"}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "of my own"}), encoding="utf-8")
     with pytest.raises(dr.NotSupportedError, match="no model type 'of my own'"):
         dr.from_pretrained(folder, node=1)

@@ -386,7 +386,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
         '{"traceEvents": []}',
         json.dumps({"traceEvents": 3, "otherData": {chrome.MARK: 1}}),
     ):
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         with pytest.raises(dr.UsageError, match="is no trace that"):
             dr.why_slow(path)
     with pytest.raises(dr.UsageError, match="cannot be read"):

@@ -54,7 +54,7 @@ LATE = Cause(
 
 def read(path: Path) -> list[Cause]:
     causes: list[Cause] = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         words = "" if line.startswith("#") else line.rstrip()
         if not words:
             continue

@@ -50,12 +50,12 @@ class Plan:
 
     @classmethod
     def read(cls, path: str) -> Plan:
-        return cls(**json.loads(Path(path).read_text()))
+        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
 def append(path: str | Path, line: dict[str, object]) -> None:
-    with Path(path).open("a") as file:
+    with Path(path).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")

@@ -55,7 +55,7 @@ MODES = {
 def groups(path: Path) -> list[tuple[str, dict[str, int]]]:
     """Read what runs: for each group its mode, and its files with the most tests of each in a sample."""
     found: list[tuple[str, dict[str, int]]] = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         words = line.partition("#")[0].split()
         if len(words) == 1:
             found.append((words[0], {}))
@@ -81,7 +81,7 @@ class Found:
     def take(self, path: Path, ending: str) -> None:
         """Read a child's rows. A test that it began and did not end has ended it."""
         begun = ""
-        for line in path.read_text().splitlines():
+        for line in path.read_text(encoding="utf-8").splitlines():
             said = json.loads(line)
             begun = said.get("begun", begun)
             self.of.update(said.get("of", {}))
@@ -105,7 +105,7 @@ def run_group(mode: str, most: dict[str, int], folder: Path, only: list[str], wi
             found.take(rows, ending)
             if not ending:
                 return found
-            found.deaths.append(f"{ending}: {log.read_text(errors='replace')[-1500:]}")
+            found.deaths.append(f"{ending}: {log.read_text(encoding='utf-8', errors='replace')[-1500:]}")
         if len(found.rows) == before:
             # It could not even begin a test, and the next child could not either.
             return found
@@ -116,7 +116,7 @@ def _child(plan: Plan, folder: Path, log: Path) -> str:
     scratch = log.parent
     plan.write(scratch / "plan")
     settings = scratch / "pytest.ini"
-    settings.write_text("[pytest]\n")
+    settings.write_text("[pytest]\n", encoding="utf-8")
     arguments = [sys.executable, "-m", "pytest", "-c", str(settings), "--rootdir", str(folder), "-q", "-s"]
     arguments += ["-p", "torch_tests_plugin", "-p", "no:cacheprovider", "--noconftest", "--disable-warnings"]
     arguments += [f"--timeout={PATIENCE}", "--timeout-method=signal", "--continue-on-collection-errors"]
@@ -217,11 +217,11 @@ def rewrite(page: Path, words: Sequence[str], mode: str | None) -> None:
     """Put the table into the page between its two marks: the table of one mode, or that of all."""
     of = f" of {mode}" if mode else ""
     start, end = f"<!-- table{of} -->\n", f"<!-- end of the table{of} -->\n"
-    before, mark, rest = page.read_text().partition(start)
+    before, mark, rest = page.read_text(encoding="utf-8").partition(start)
     _, second, after = rest.partition(end)
     if not (mark and second):
         raise ValueError(f"{page} has no lines {start!r} and {end!r}")
-    page.write_text("".join([before, mark, "\n".join(words), "\n", second, after]))
+    page.write_text("".join([before, mark, "\n".join(words), "\n", second, after]), encoding="utf-8")
 
 
 def now_passing(found: Sequence[Found], causes: list[Cause]) -> Iterator[str]:
@@ -244,12 +244,13 @@ def tell(group: Found, causes: list[Cause]) -> None:
 
 
 def keep(path: Path, found: Sequence[Found], seconds: float) -> None:
-    path.write_text(json.dumps({"seconds": seconds, "found": [asdict(group) for group in found]}))
+    text = json.dumps({"seconds": seconds, "found": [asdict(group) for group in found]})
+    path.write_text(text, encoding="utf-8")
 
 
 def kept(path: Path) -> tuple[list[Found], float]:
     """Return what `keep` has written."""
-    said = json.loads(path.read_text())
+    said = json.loads(path.read_text(encoding="utf-8"))
     groups = [Found(**{**group, "rows": [Row(**row) for row in group["rows"]]}) for group in said["found"]]
     return groups, said["seconds"]
 

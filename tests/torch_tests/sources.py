@@ -69,4 +69,4 @@ def version(folder: Path) -> str:
     if folder.is_relative_to(KEPT):
         return VERSION
     file = folder.parent / "version.txt"
-    return file.read_text().strip() if file.exists() else "of an unknown version"
+    return file.read_text(encoding="utf-8").strip() if file.exists() else "of an unknown version"

@@ -49,7 +49,8 @@ def test_the_list_names_tests_and_words(lane: Any, tmp_path: Path) -> None:
     expected, path = lane("expected"), tmp_path / "expected.txt"
     path.write_text(
         "# A comment.\n\ndocumented: no storage\n    says storage|address\n\n"
-        "torch: what it does to subclasses\n    f.py::*::test_a*\n    g.py::C::test_b\n"
+        "torch: what it does to subclasses\n    f.py::*::test_a*\n    g.py::C::test_b\n",
+        encoding="utf-8",
     )
     causes = expected.read(path)
     assert [cause.kind for cause in causes] == ["documented", "torch"]
@@ -68,7 +69,7 @@ def test_the_list_names_tests_and_words(lane: Any, tmp_path: Path) -> None:
 
 def test_a_cause_may_hold_in_one_mode(lane: Any, tmp_path: Path) -> None:
     path = tmp_path / "expected.txt"
-    path.write_text("torch: what it does to ranks\n    in spmd\n    f.py::*\n")
+    path.write_text("torch: what it does to ranks\n    in spmd\n    f.py::*\n", encoding="utf-8")
     (cause,) = lane("expected").read(path)
     assert cause.explains(failed(lane, mode="spmd")) and not cause.explains(failed(lane, mode="mesh"))
 
@@ -120,7 +121,7 @@ def test_a_test_of_ranks_finds_the_group_of_spmd(lane: Any, session: Any) -> Non
 
 def test_a_list_with_an_unknown_kind_is_refused(lane: Any, tmp_path: Path) -> None:
     path = tmp_path / "expected.txt"
-    path.write_text("because: of this\n")
+    path.write_text("because: of this\n", encoding="utf-8")
     with pytest.raises(ValueError, match=r"line 1: a cause begins with one of documented, torch"):
         lane("expected").read(path)
 
@@ -139,7 +140,7 @@ def test_the_test_in_which_a_process_ended_has_failed(lane: Any, tmp_path: Path)
         {"begun": "f.py::b"},
     ]
     path = tmp_path / "rows"
-    path.write_text("".join(json.dumps(line) + "\n" for line in said))
+    path.write_text("".join(json.dumps(line) + "\n" for line in said), encoding="utf-8")
     found = lane("run").Found("device")
     found.take(path, "ended with status -11")
     assert {row.mode for row in found.rows} == {"device"}

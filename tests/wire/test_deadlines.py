@@ -14,7 +14,7 @@ from distruntime.wire.deadlines import DEADLINES, GRACE, Deadline
 
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (Path(__file__).parents[2] / "docs" / "sessions.md").read_text().splitlines()
+    for line in (Path(__file__).parents[2] / "docs" / "sessions.md").read_text(encoding="utf-8").splitlines()
     if "`DISTRUNTIME_" in line and line.startswith("|")
 ]
 

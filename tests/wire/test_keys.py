@@ -85,7 +85,7 @@ def test_a_file_that_another_user_can_replace_is_refused(
     if kind == "key":
         KeyPair.generate().save(path)
     elif kind == "trusted keys":
-        path.write_text("# nobody\n")
+        path.write_text("# nobody\n", encoding="utf-8")
     elif kind == "note of a session":
         registry.write(registry.Entry("name", ("tcp://127.0.0.1:1",), "", "", False, "", 0, 0.0))
     read()

@@ -78,7 +78,7 @@ def test_links_files_and_other_names_stay(tmp_path: Path) -> None:
     target.mkdir()
     (target / "precious").touch()
     (tmp_path / name).symlink_to(target)
-    (tmp_path / f"{name}.gone").write_text("a file")
+    (tmp_path / f"{name}.gone").write_text("a file", encoding="utf-8")
     others = [
         tmp_path / other for other in ("distruntime-things", f"{name}-2", "distruntime-data-abc-12345678")
     ]

@@ -345,10 +345,10 @@ def worker(tmp_path: Path, *options: str) -> Iterator[str]:
             stderr=subprocess.STDOUT,
         )
     try:
-        until(lambda: "listening" in log.read_text() or process.poll() is not None, STARTING)
-        assert process.poll() is None, log.read_text()
+        until(lambda: "listening" in log.read_text(encoding="utf-8") or process.poll() is not None, STARTING)
+        assert process.poll() is None, log.read_text(encoding="utf-8")
         yield address
-        assert process.poll() is None, log.read_text()
+        assert process.poll() is None, log.read_text(encoding="utf-8")
     finally:
         process.kill()
         process.wait()

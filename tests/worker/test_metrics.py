@@ -67,7 +67,7 @@ def test_the_figures_are_for_holders_of_the_key(
     assert ask(port, "/")[0] == 404
     assert cli.main(["token", "--key", str(key)]) == 0
     token = capsys.readouterr().out.strip()
-    assert token == KeyPair.load(key).token() and token not in key.read_text()
+    assert token == KeyPair.load(key).token() and token not in key.read_text(encoding="utf-8")
     with dr.init_master_worker(workers=[worker.address], key=key, session="day", quiet=True):
         x = torch.ones(3, device=REMOTE)
         assert x.sum().item() == 3

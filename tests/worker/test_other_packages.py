@@ -61,10 +61,10 @@ def _(x):
 def test_a_worker_imports_the_package_of_an_operator(
     fresh_session: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "pictures_for_tests.py").write_text(PACKAGE)
-    (tmp_path / "broken_for_tests.py").write_text(FAILS)
+    (tmp_path / "pictures_for_tests.py").write_text(PACKAGE, encoding="utf-8")
+    (tmp_path / "broken_for_tests.py").write_text(FAILS, encoding="utf-8")
     (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "broken_for_tests.py").write_text(WORKS_HERE)
+    (tmp_path / "here" / "broken_for_tests.py").write_text(WORKS_HERE, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "here")
     path = os.pathsep.join([str(tmp_path), *sys.path])

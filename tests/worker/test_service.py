@@ -21,7 +21,7 @@ def test_the_unit_runs_the_worker_with_the_same_arguments(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    (tmp_path / "worker.toml").write_text("listen = 'tcp://0.0.0.0:29400'\n")
+    (tmp_path / "worker.toml").write_text("listen = 'tcp://0.0.0.0:29400'\n", encoding="utf-8")
     assert cli.main(["--config", "worker.toml", "--print-systemd", "--max-memory", "50%"]) == 0
     printed = capsys.readouterr().out
     (command,) = [line for line in printed.splitlines() if line.startswith("ExecStart=")]
@@ -38,7 +38,7 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("there is no systemd-analyze here")
     path = tmp_path / "distruntime-worker.service"
-    path.write_text(unit(["--listen", "tcp://0.0.0.0:29400"]))
+    path.write_text(unit(["--listen", "tcp://0.0.0.0:29400"]), encoding="utf-8")
     done = subprocess.run(
         ["systemd-analyze", "verify", str(path)], capture_output=True, text=True, timeout=60
     )

@@ -25,7 +25,7 @@ threads = 2
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "worker.toml"
-    path.write_text(FILE)
+    path.write_text(FILE, encoding="utf-8")
     return path
 
 
@@ -71,7 +71,7 @@ def test_what_is_no_setting_is_said(
     tmp_path: Path, line: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "worker.toml"
-    path.write_text(line)
+    path.write_text(line, encoding="utf-8")
     assert cli.main(["--config", str(path)]) == 2
     error = capsys.readouterr().err
     assert said in error and str(path) in error and error.count("\n") == 1

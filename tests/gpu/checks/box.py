@@ -98,7 +98,8 @@ class Box:
     def logs(self) -> str:
         """Return what the workers of this run have written."""
         return "\n".join(
-            file.read_text(errors="replace") for file in sorted(self.state.rglob("worker-*.log*"))
+            file.read_text(encoding="utf-8", errors="replace")
+            for file in sorted(self.state.rglob("worker-*.log*"))
         )
 
     def synchronize(self) -> None:

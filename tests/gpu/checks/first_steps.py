@@ -47,11 +47,13 @@ def daemon(box: Box, *options: str) -> Iterator[tuple[str, subprocess.Popen[byte
         listening = re.compile(r"tcp://127\.0\.0\.1:([1-9]\d*)")
 
         def ready() -> bool:
-            box.require(process.poll() is None, f"the worker ended:\n{log.read_text()[-2000:]}")
-            return listening.search(log.read_text()) is not None
+            box.require(
+                process.poll() is None, f"the worker ended:\n{log.read_text(encoding='utf-8')[-2000:]}"
+            )
+            return listening.search(log.read_text(encoding="utf-8")) is not None
 
         until(ready, 60, "the worker says in its log where it listens")
-        found = listening.search(log.read_text())
+        found = listening.search(log.read_text(encoding="utf-8"))
         assert found is not None
         yield found[0], process, log
     finally:
@@ -114,8 +116,8 @@ def a_daemon(box: Box) -> None:
 
     before = used()
     with daemon(box, "--log-level", "debug") as (address, _, log):
-        offers = [line for line in log.read_text().splitlines() if "offer" in line]
-        box.saw("\n".join(offers) or log.read_text()[-500:])
+        offers = [line for line in log.read_text(encoding="utf-8").splitlines() if "offer" in line]
+        box.saw("\n".join(offers) or log.read_text(encoding="utf-8")[-500:])
         idle = used()
         began = time.monotonic()
         session = dr.init_master_worker(backend="zmq", workers=[address], quiet=True, timeout=60)

@@ -34,7 +34,11 @@ def resident(pid: int) -> int:
     status = Path(f"/proc/{pid}/status")
     if not status.exists():
         return 0
-    return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if "VmRSS" in line)
+    return next(
+        int(line.split()[1]) * 1024
+        for line in status.read_text(encoding="utf-8").splitlines()
+        if "VmRSS" in line
+    )
 
 
 def _largest(box: Box, place: dr.Place) -> int:

@@ -61,7 +61,7 @@ def missing(packages: Iterable[Package], find: Callable[[str], bool] = has) -> l
 
 def pinned(name: str, python: tuple[int, int] = sys.version_info[:2]) -> str:
     """Return "pyzmq==27.3.0", as constraints.txt says it for a Python."""
-    for line in (ROOT / "constraints.txt").read_text().splitlines():
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
         requirement, _, marker = line.partition(";")
         if requirement.partition("==")[0].strip() == name and _holds(marker.strip(), python):
             return requirement.strip()

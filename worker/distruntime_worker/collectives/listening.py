@@ -101,7 +101,7 @@ def _interfaces() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Addre
                 found.append((name, ipaddress.IPv4Address(row[20:24])))
     # This system has no IPv6.
     with suppress(OSError):
-        for line in _IPV6.read_text().splitlines():
+        for line in _IPV6.read_text(encoding="utf-8").splitlines():
             fields = line.split()
             found.append((fields[-1], ipaddress.IPv6Address(bytes.fromhex(fields[0]))))
     return found

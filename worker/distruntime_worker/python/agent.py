@@ -165,7 +165,7 @@ def _ranks() -> list[int]:
     """Return the processes that this one has started."""
     found = []
     for task in os.listdir("/proc/self/task") if sys.platform == "linux" else ():
-        with suppress(OSError), open(f"/proc/self/task/{task}/children") as file:
+        with suppress(OSError), open(f"/proc/self/task/{task}/children", encoding="utf-8") as file:
             found += [int(word) for word in file.read().split()]
     return found
 

@@ -145,7 +145,7 @@ def of_a_library(file: str) -> bool:
     """Whether code in a file is of Python's own library, of an installed package, or of this one and its
     worker's.
     """
-    return file.startswith((*_INSIDE, *_LIBRARIES, "<frozen "))
+    return file.startswith((*_INSIDE, *_LIBRARIES, "<frozen ")) or _installed(file)
 
 
 def shown_line(line: Line) -> Line:
@@ -168,6 +168,8 @@ def own_line(line: Line) -> Line:
 
 # So many callers are shown: the outermost ones, and the innermost ones.
 _OUTERMOST, _INNERMOST = 3, 12
+# A line of a `.pth` file, or PYTHONPATH, may add the packages of another Python: these folders are theirs.
+_SITES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 # In a checkout the worker's package is nowhere near. It is found and not imported.
 _WORKER = importlib.util.find_spec("distruntime_worker")
 _LIBRARIES = tuple(
@@ -182,6 +184,10 @@ _LIBRARIES = tuple(
         *(_WORKER.submodule_search_locations or () if _WORKER else ()),
     }
 )
+
+
+def _installed(file: str) -> bool:
+    return any(site in file for site in _SITES)
 
 
 def place_of(line: Line) -> tuple[CodeType | None, int]:
@@ -240,7 +246,7 @@ def callers_text(call: Call | None) -> list[str]:
     lines: list[str] = []
     folded = 0
     for code, offset in reversed(found):
-        if code.co_filename.startswith((*_LIBRARIES, "<frozen ")):
+        if code.co_filename.startswith((*_LIBRARIES, "<frozen ")) or _installed(code.co_filename):
             folded += 1
             continue
         # What has called the user's outermost function says nothing.

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from agree import REMOTE
-from distruntime.log.line import user_line
+from distruntime.log.line import of_a_library, user_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -262,3 +262,10 @@ def test_equal_code_of_a_library_and_of_the_user_is_told_apart() -> None:
         exec(compile(source, name, "exec"), made)
         found.append(made["line"](user_line).code.co_filename)
     assert found == [__file__, "/home/user/train.py"]
+
+
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+def test_packages_of_another_python_are_libraries(folder: str) -> None:
+    """A line of a `.pth` file adds them: they are imported on workers, and do not travel."""
+    assert of_a_library(f"/opt/other/lib/python3/{folder}/numpy/linalg.py")
+    assert not of_a_library(f"/opt/other/{folder}.py")

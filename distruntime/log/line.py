@@ -184,6 +184,8 @@ _LIBRARIES = tuple(
         *(_WORKER.submodule_search_locations or () if _WORKER else ()),
     }
 )
+# `pytest` and `jupyter` are such scripts: a line that starts a program.
+_SCRIPTS = sysconfig.get_path("scripts") + os.sep
 
 
 def _installed(file: str) -> bool:
@@ -246,7 +248,7 @@ def callers_text(call: Call | None) -> list[str]:
     lines: list[str] = []
     folded = 0
     for code, offset in reversed(found):
-        if code.co_filename.startswith((*_LIBRARIES, "<frozen ")) or _installed(code.co_filename):
+        if of_a_library(code.co_filename) or code.co_filename.startswith(_SCRIPTS):
             folded += 1
             continue
         # What has called the user's outermost function says nothing.

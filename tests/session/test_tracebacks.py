@@ -144,8 +144,11 @@ def test_a_defect_shows_all_frames(session: object, monkeypatch: pytest.MonkeyPa
     assert len([file for file in files if file.startswith(OURS)]) >= 2
 
 
-def test_ipython_shows_the_cells_line_alone(session: object) -> None:
+def test_ipython_shows_the_cells_line_alone(
+    session: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     interactive = pytest.importorskip("IPython.core.interactiveshell")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     shell = interactive.InteractiveShell.instance()
     try:
         shell.run_line_magic("colors", "nocolor")

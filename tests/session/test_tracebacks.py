@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import pickle
 import traceback
@@ -160,6 +161,9 @@ def test_ipython_shows_the_cells_line_alone(
         assert "mat1 and mat2 shapes cannot be multiplied" in text and "x @ x[:2]" in text, text
         assert "dispatch" not in text and str(Path(OURS).name) + "/" not in text, text
     finally:
+        # Otherwise it writes its history at the process's end, when its folder is gone.
+        shell.atexit_operations()
+        atexit.unregister(shell.atexit_operations)
         interactive.InteractiveShell.clear_instance()
 
 

@@ -83,7 +83,7 @@ def test_a_launcher_that_fails_ends_the_launch_with_its_error(tmp_path: Path) ->
 def test_the_script_hears_where_its_workers_are(tmp_path: Path) -> None:
     launcher = Workers()
     shown = tmp_path / "shown"
-    words = ["sh", "-c", f"echo $DISTRUNTIME_LISTEN $DISTRUNTIME_WORLD_SIZE $DISTRUNTIME_KEY > {shown}"]
+    words = ["sh", "-c", f"echo $DISTRUNTIME_LISTEN $DISTRUNTIME_WORLD_SIZE $DISTRUNTIME_KEY > '{shown}'"]
     done = job(tmp_path, launcher, words, [])
     done.meeting = Meeting("tcp://0.0.0.0:1", "tcp://a:1", tmp_path / "key", 2)
     assert run(done, os.environ) == 0

@@ -188,17 +188,17 @@ def run(piece: Piece, lot: str) -> bool:
 
 def chosen(names: Sequence[str], everything: bool, now: int) -> list[tuple[Piece, str]]:
     """Return what runs. Each lap over the pieces takes the next lot of each."""
-    if everything:
-        return [(piece, lot) for piece in PIECES for lot in piece.lots]
     lap, k = divmod(now, len(PIECES))
-    pieces = [piece for piece in PIECES if piece.name in names] if names else [PIECES[k]]
-    return [(piece, piece.lots[lap % len(piece.lots)]) for piece in pieces]
+    pieces = [piece for piece in PIECES if not names or piece.name in names]
+    if everything:
+        return [(piece, lot) for piece in pieces for lot in piece.lots]
+    return [(piece, piece.lots[lap % len(piece.lots)]) for piece in (pieces if names else [PIECES[k]])]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("names", nargs="*", help=", ".join(piece.name for piece in PIECES))
-    parser.add_argument("--all", action="store_true", help="every lot of every piece")
+    parser.add_argument("--all", action="store_true", help="every lot of every piece, or of these")
     parser.add_argument("--list", action="store_true", help="print them, and run nothing")
     parser.add_argument("--turn", type=int, help="a number in the place of that of the commits")
     options = parser.parse_args()

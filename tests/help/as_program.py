@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,21 +19,31 @@ class Case(NamedTuple):
     state: Callable[[], Sequence[torch.Tensor | None]] = tuple
 
 
-def _value(tensor: torch.Tensor) -> torch.Tensor:
-    members = getattr(tensor, "_handle", None) and tensor._handle.place.place.members  # type: ignore[attr-defined]
-    if members:
-        return torch.stack([tensor.member(k).cpu() for k in range(len(members))])  # type: ignore[attr-defined]
-    return tensor.cpu()
-
-
-def read(tensor: object) -> object:
-    """Return a remote tensor's value, a text of its failure, or a plain value as it is."""
+def _begun(tensor: object) -> dr.Fetched[torch.Tensor] | object:
     if not isinstance(tensor, torch.Tensor):
         return tensor
+    tensor = tensor.detach()
+    members = getattr(tensor, "_handle", None) and tensor._handle.place.place.members  # type: ignore[attr-defined]
+    shards = [tensor.member(k) for k in range(len(members))] if members else tensor  # type: ignore[attr-defined]
+    return dr.fetch_async(shards)
+
+
+def _ended(begun: dr.Fetched[Any] | object) -> object:
+    if not isinstance(begun, dr.Fetched):
+        return begun
     try:
-        return _value(tensor.detach())
+        found = begun.result()
+        return torch.stack(found) if isinstance(found, list) else found
     except (IndexError, dr.NodeFailed, dr.StreamCancelled) as error:
         return type(error).__name__
+
+
+def read(tensors: Iterable[object]) -> list[object]:
+    """Return remote tensors' values, a text for each that has failed, and plain values as they are.
+
+    They travel side by side: one by one, they took three quarters of the time of random programs.
+    """
+    return [_ended(begun) for begun in [_begun(tensor) for tensor in tensors]]
 
 
 def outcomes(case: Case, call: Callable[..., Any], calls: int) -> list[object]:
@@ -41,7 +51,7 @@ def outcomes(case: Case, call: Callable[..., Any], calls: int) -> list[object]:
     found: list[object] = []
     for k in range(calls):
         out = call(*case.arguments(k))
-        found += [read(leaf) for leaf in (*tree_leaves(out), *case.state())]
+        found += read((*tree_leaves(out), *case.state()))
     return found
 
 

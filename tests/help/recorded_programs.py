@@ -302,7 +302,7 @@ def compare(
                 order = -1 if turns and k % 2 else 1
                 out = act(xs, {name: tensors[k == bad] for name, tensors in index.items()}, order)
                 leaves = torch.utils._pytree.tree_leaves(out)
-                found += [k, *map(read, (*leaves, *box.tensors()))]
+                found += [k, *read((*leaves, *box.tensors()))]
                 del out, leaves
                 for home in box.homes.values() if zeroed else ():
                     home.p.grad = None

@@ -6,7 +6,9 @@ import keyword
 import operator
 import re
 import sys
-from collections.abc import Callable, Collection, Container, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -57,6 +59,14 @@ def settings() -> tuple[object, ...]:
     )
 
 
+def _dropped(kept: Sequence[Anchor[object]], counts: Sequence[int], returned: Sequence[int]) -> bool:
+    """Whether nobody holds more or less but the caller, who has let go of what was returned."""
+    return all(
+        count in (before, before - often)
+        for count, before, often in zip(map(sys.getrefcount, map(_thing, kept)), counts, returned)
+    )
+
+
 class Guards:
     """The test of one plan.
 
@@ -83,11 +93,18 @@ class Guards:
         self._settings = settings()
         self._kept, self._kept_paths = [*map(anchored, kept.values())], list(kept)
         self._counts: list[int] = []
+        # What the call has returned may be held by its caller, or not: so often it is counted less then.
+        self._returned: list[int] = []
         self.holds: Callable[[], bool] = self._compiled()
 
-    def settle(self) -> None:
-        """Note who holds what a replay changes: from now on nobody else may."""
+    def settle(self, returned: Iterable[object] = ()) -> None:
+        """Note who holds what a replay changes: from now on nobody else may.
+
+        `returned` is what the call returns, and holds now.
+        """
+        often = Counter(map(id, returned))
         self._counts[:] = map(sys.getrefcount, map(_thing, self._kept))
+        self._returned[:] = [often[id(anchor.thing)] for anchor in self._kept]
 
     def count(self) -> int:
         """Return how many conditions the test has."""
@@ -115,8 +132,8 @@ class Guards:
             if tensor.thing.requires_grad != grad:
                 return f"{path}.requires_grad has changed"
         counts = [*map(sys.getrefcount, map(_thing, self._kept))]
-        for path, count, before in zip(self._kept_paths, counts, self._counts):
-            if count != before:
+        for path, count, before, often in zip(self._kept_paths, counts, self._counts, self._returned):
+            if count not in (before, before - often):
                 return f"{path} is held elsewhere too, and a replay would change it there"
         if settings() != self._settings:
             return "a setting of torch has changed (grad mode, autocast, the default dtype, ...)"
@@ -137,6 +154,8 @@ class Guards:
             "count": sys.getrefcount,
             "kept": self._kept,
             "counts": self._counts,
+            # A method of this object would be a cycle, which holds memory on workers.
+            "dropped": partial(_dropped, self._kept, self._counts, self._returned),
         }
         known: dict[int, str] = {}
 
@@ -160,7 +179,7 @@ class Guards:
         lines += [
             "    except (LookupError, AttributeError, ValueError):",
             "        return False",
-            "    return list(map(count, map(thing, kept))) == counts",
+            "    return list(map(count, map(thing, kept))) == counts or dropped()",
         ]
         # The text holds this module's words, counted names, numbers, quoted strings and identifiers.
         exec(compile("\n".join(lines), "<guards>", "exec"), names)

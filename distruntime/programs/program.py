@@ -215,7 +215,7 @@ class Program(Generic[P, R]):
         # Whoever holds a tensor from here on is not of this call.
         del attempt, found
         if plan is not None:
-            plan.guards.settle()
+            plan.guards.settle(given)
         return tree_unflatten(  # type: ignore[no-any-return]
             [laid_out(leaf, one.layout) for leaf, one in zip(given, run.returned)], run.tree
         )

@@ -35,7 +35,8 @@ def _ended(begun: dr.Fetched[Any] | object) -> object:
         found = begun.result()
         return torch.stack(found) if isinstance(found, list) else found
     except (IndexError, dr.NodeFailed, dr.StreamCancelled) as error:
-        return type(error).__name__
+        # The error is in the future. Its frames hold all that is read here, and so the future itself.
+        return type(error.with_traceback(None)).__name__
 
 
 def read(tensors: Iterable[object]) -> list[object]:

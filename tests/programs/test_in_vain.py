@@ -6,7 +6,7 @@ import gc
 import inspect
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -195,3 +195,44 @@ def test_what_is_left_elsewhere_is_still_refused(x: torch.Tensor) -> None:
                 program(x)
     finally:
         alarms.call_off(alarm)
+
+
+def _swapped(
+    step: Callable[..., Any], hold: bool, x: torch.Tensor
+) -> tuple[list[list[float]], list[torch.Tensor]]:
+    """Call a function eight times; return what each call gave, and all that it gave where it is held."""
+    given, held = [], []
+    for _ in range(8):
+        out = step(x)
+        given.append(out.tolist())
+        if hold:
+            held.append(out)
+        del out
+    return given, held
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_the_caller_may_let_go_of_state_that_was_returned(session: object, hold: bool) -> None:
+    """Two buffers take turns, and one of them is returned: in a recorded call that is the buffer itself."""
+    found = []
+    for make in (lambda function: function, dr.program):
+        box, x = Buffers(), torch.ones(4, device=REMOTE)
+
+        def step(x: torch.Tensor, box: Buffers = box) -> torch.Tensor:
+            box.one.mul_(0.5)
+            box.one, box.two = box.two, box.one
+            box.one.add_(x)
+            return box.one
+
+        program = make(step)
+        given, held = _swapped(program, hold, x)
+        found.append((given, [t.tolist() for t in held], box.one.tolist(), box.two.tolist()))
+    assert found[0] == found[1]
+    assert program.replays == 6 and not program.why
+
+
+class Buffers:
+    """Two tensors that take turns."""
+
+    def __init__(self) -> None:
+        self.one, self.two = torch.zeros(4, device=REMOTE), torch.ones(4, device=REMOTE)

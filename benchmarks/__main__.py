@@ -26,6 +26,8 @@ from .harness import Figure, row
 # Each is a module with a function `measure`.
 BENCHMARKS = (
     "operation",
+    "kinds",
+    "issuing",
     "latency",
     "training_step",
     "bandwidth",

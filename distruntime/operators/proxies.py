@@ -16,12 +16,14 @@ AUTOCAST_KEY: Any = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[att
 AUTOCAST = torch._C.DispatchKeySet(AUTOCAST_KEY)
 
 _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+_strided = torch.strided
+_inference = torch.is_inference_mode_enabled
 _BELOW_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
 
 
 def wrap_view(cls: type, handle: Handle, base: Any) -> Any:
     """Return a new proxy for a view: under inference mode, a view of a normal tensor is a normal tensor."""
-    if torch.is_inference_mode_enabled() and not base.is_inference():
+    if _inference() and not base.is_inference():
         with torch.inference_mode(False):
             return wrap(cls, handle)
     return wrap(cls, handle)
@@ -29,9 +31,25 @@ def wrap_view(cls: type, handle: Handle, base: Any) -> Any:
 
 def wrap(cls: type, handle: Handle) -> Any:
     """Return a new proxy that owns `handle`."""
-    spec, place = handle.spec, handle.place
-    given = spec.size, spec.stride, spec.offset, None, spec.dtype, torch.strided, place.lazy
-    out = _make_wrapper(cls, *given, _extra_dispatch_keys=AUTOCAST, storage_size=HUGE)
+    spec = handle.spec
+    # The arguments go by position: see `dispatch`.
+    out = _make_wrapper(
+        cls,
+        spec.size,
+        spec.stride,
+        spec.offset,
+        None,
+        spec.dtype,
+        _strided,
+        handle.place.lazy,
+        False,
+        False,
+        None,
+        False,
+        False,
+        AUTOCAST,
+        HUGE,
+    )
     if spec.bits:
         torch._C._set_conj(out, bool(spec.bits & 1))
         torch._C._set_neg(out, bool(spec.bits & 2))

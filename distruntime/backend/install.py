@@ -23,8 +23,7 @@ from torch.utils.backend_registration import rename_privateuse1_backend
 from ..collectives.copies import COPIES
 from ..errors import ConfigurationError, NotSupportedError, drop_frames, without_our_frames
 from ..log.handle import BARE, Place
-from ..operators.dispatch import dispatch
-from ..operators.new_calls import create
+from ..operators.dispatch import create, dispatch
 from ..operators.propagate import Operator
 from ..operators.special import SPECIAL
 from ..session.session import active, active_session
@@ -101,6 +100,7 @@ def install() -> None:
         for op in _FACTORIES:
             _implement(op, _factory(op), backend)
     for backend in ("Lazy", "PrivateUse1"):
+        _implement(_aten.copy_.default, _copy, backend)
         _implement(_aten._copy_from.default, _copy_from, backend)
         _implement(_aten._local_scalar_dense.default, _read, backend)
         for op in _WHOLE:
@@ -159,12 +159,15 @@ def _import_ahead() -> None:
                 return
 
 
-# torch would make all but the first three by their `out=` forms, which resize an empty tensor. How large that
-# is then, the worker alone would know, so each call would wait for it.
+# Each of these is one instruction. torch would make the second group in two, by an empty tensor that is then
+# filled. It would make the third by their `out=` forms, which resize an empty tensor: how large that is then,
+# the worker alone would know, so each call would wait for it.
 _FACTORIES = (
     *(_aten.empty.memory_format, _aten.empty_strided.default, _aten._efficientzerotensor.default),
+    *(_aten.zeros.default, _aten.ones.default, _aten.full.default, _aten.scalar_tensor.default),
+    *(_aten.rand.default, _aten.randn.default, _aten.randint.default, _aten.randint.low),
     *(_aten.arange.default, _aten.arange.start, _aten.arange.start_step, _aten.eye.default, _aten.eye.m),
-    *(_aten.randperm.default, _aten.randperm.generator),
+    *(_aten.randperm.default, _aten.randperm.generator, _aten.linspace.default, _aten.logspace.default),
 )
 
 # CPUs and GPUs have kernels for these, and other devices a formula. A kernel here keeps C++ from taking them
@@ -198,8 +201,6 @@ def _factory(op: Operator) -> Kernel:
     target = _aten.zeros.default if op is _aten._efficientzerotensor.default else op
 
     def make(*args: object, **kwargs: object) -> object:
-        if target is _aten.zeros.default:
-            return target(*args, **kwargs)
         try:
             return create(DistributedTensor, target, args, kwargs)
         except BaseException as error:
@@ -241,6 +242,11 @@ def _fused_devices() -> list[str]:
 
 @without_our_frames
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> object:
+    return dispatch(DistributedTensor, _aten.copy_.default, (), (target, source, non_blocking), {})
+
+
+@without_our_frames
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> object:
     return dispatch(DistributedTensor, _aten.copy_.default, (), (target, source, non_blocking), {})
 
 

@@ -17,8 +17,9 @@ from ..errors import drop_frames
 from ..log.handle import Handle, Storage, next_ref
 from ..log.line import Call, line_from, user_line
 from ..log.log import relieve
-from .new_calls import first_time
-from .proxies import AUTOCAST, HUGE
+from ..session.session import active_session
+from .new_calls import first_of_factory, first_time
+from .proxies import AUTOCAST, HUGE, wrap
 from .signatures import Entry, emit
 from .special import SPECIAL
 
@@ -166,6 +167,58 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
             node.session.throttle(node)
         except BaseException as error:
             # Ctrl-C in a full window is about the user's loop.
+            drop_frames(error)
+            raise
+    return out
+
+
+# A number of these says how large the result is.
+_SIZES = torch.ops.aten.arange
+
+
+def create(cls: type, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    """Turn one call of a factory into one instruction; return its proxy at once.
+
+    Its device is in `kwargs`.
+    """
+    key: list[Any] = [id(func)]
+    words: list[object] = [0]
+    for a in args:
+        kind = type(a)
+        if kind is list:
+            key.append(tuple(a))
+        else:
+            # 2 == 2.0 in Python, and `arange` gives another dtype for each.
+            key.append(kind)
+            if kind is not float:
+                key.append(a)
+            else:
+                words.append(a)
+                if func.overloadpacket is _SIZES:
+                    key.append(a)
+    for name, a in kwargs.items():
+        if name != "device" and name != "pin_memory":
+            key.append(name)
+            key.append(a)
+    place: Any = active_session().places.meant(kwargs.get("device"))
+    signature = tuple(key)
+    try:
+        entry: Entry | None = place.cache.get(signature)
+    except TypeError:
+        entry = None
+    if entry is None or entry[1] is None:
+        return first_of_factory(cls, func, args, kwargs, signature, words, place)
+    spec = entry[1]
+    ref = next_ref()
+    words[0] = entry[0]
+    words.append(ref)
+    handle = Handle(ref, spec, place, Storage(spec))
+    out = wrap(cls, handle)
+    handle.born = place.node.append(words, line_from(_getframe(1)))
+    if place.node.busy:
+        try:
+            place.node.session.throttle(place.node)
+        except BaseException as error:
             drop_frames(error)
             raise
     return out

@@ -31,6 +31,7 @@ from .signatures import Call, emit, entry_for, results_pattern, template
 from .transfer import upload
 
 _MOST_SIGNATURES = 1 << 16
+_Generator = torch._C.Generator
 
 # Calls with numbers that differ from member to member go to what stands here; see torch_dtensor.py.
 for_each_member: list[Callable[..., Any]] = []
@@ -56,8 +57,10 @@ def _flat(results: list[Result]) -> list[Result]:
 def _generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator | None:
     """Return the generator among the arguments of a call; some operators take it by position."""
     for value in (*args, *kwargs.values()):
-        if isinstance(value, torch._C.Generator):
-            return value
+        # Its metaclass answers `isinstance` in Python, which takes 2 us for each argument.
+        if _Generator in type(value).__mro__:
+            found: torch.Generator = value
+            return found
     return None
 
 
@@ -255,24 +258,25 @@ class _Placeholder:
     """Stands for a proxy in a remembered argument list."""
 
 
-def create(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Issue a factory: a call without tensors whose device is remote."""
-    place = active_session().places.meant(kwargs.get("device"))
+def first_of_factory(
+    cls: type,
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    signature: tuple[object, ...],
+    words: list[object],
+    place: Residence,
+) -> Any:
+    """Issue a factory, a call without tensors, that the hot path has not found."""
     place.node.session.require_open()
     place.node.require_alive()
-    generator = _generator(args, kwargs)
+    generator = kwargs.get("generator")
     if generator is not None and draws:
         drawn = draws[0](generator, func, args, kwargs, lambda: place)
         if drawn is not NotImplemented:
             return drawn
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
     kwargs["device"] = place.lazy
-    signature = (
-        id(func),
-        # 2 == 2.0 in Python, and `arange` gives another dtype for each.
-        *(tuple(a) if isinstance(a, list) else (type(a), a) for a in args),
-        *((k, type(v), v) for k, v in kwargs.items()),
-    )
     try:
         entry: Any = place.signatures.get(signature)
     except TypeError:
@@ -280,13 +284,8 @@ def create(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: 
         return for_each_member[0](func, args, kwargs, place)
     if entry is None:
         return call(cls, func, args, kwargs, place, signature)
-    words: list[object] = [
-        0,
-        *(a for a in args if type(a) is float),
-        *(v for v in kwargs.values() if type(v) is float),
-    ]
     relieve(place.node)
-    return emit(cls, entry, words, args, kwargs, place, user_line())
+    return emit(cls, entry, words, (), None, place, user_line())
 
 
 def common_place(

@@ -115,3 +115,60 @@ def test_numbers_that_compare_equal_are_told_apart(session: Session) -> None:
         x + 1, -0.0
     ).tolist() == [-1, -2, -3]
     assert torch.copysign(x + 1, 0.0).tolist() == [1, 2, 3]
+
+
+def _factories() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    return [
+        (aten.empty.memory_format, ([3, 2],), {"dtype": torch.float64}),
+        (aten.empty_strided.default, ([2, 2], [1, 2]), {}),
+        (aten.zeros.default, ([3],), {"dtype": torch.int64}),
+        (aten.ones.default, ([],), {}),
+        (aten.full.default, ([2], 2.5), {}),
+        (aten.full.default, ([2], 2), {}),
+        (aten.full.default, ([2], True), {}),
+        (aten.scalar_tensor.default, (1.5,), {}),
+        (aten.rand.default, ([4],), {}),
+        (aten.randn.default, ([4],), {}),
+        (aten.randint.low, (3, 9, [5]), {}),
+        (aten.arange.default, (5,), {}),
+        (aten.arange.start_step, (0.5, 2.5, 0.5), {}),
+        (aten.linspace.default, (0.0, 1.0, 5), {}),
+        (aten.eye.m, (2, 3), {}),
+        (aten.randperm.default, (6,), {}),
+    ]
+
+
+@pytest.mark.parametrize("number", range(16))
+def test_a_factory_is_one_instruction(session: Session, number: int) -> None:
+    func, args, kwargs = _factories()[number]
+    place, node = session.places.own[0], session.nodes[0]
+    residence = session.places.residence(place)
+    torch.manual_seed(7)
+    local = func(*args, **kwargs, device=torch.device("cpu"))
+    torch.manual_seed(7)
+    first = func(*args, **kwargs, device=residence.device)
+    # The prediction is confirmed: from here on the hot path has it.
+    dr.synchronize()
+    with node.lock:
+        node.flush()
+        node.enough = 1 << 30
+        out = func(*args, **kwargs, device=residence.device)
+        log = [word for word in node.words if not (isinstance(word, int) and word < 0)]
+        node.enough = 0
+    numbers = [a for a in args if type(a) is float]
+    assert log[1:] == [*numbers, out._handle.ref] and isinstance(log[0], int)
+    assert (first.shape, first.stride(), first.dtype) == (local.shape, local.stride(), local.dtype)
+    assert (out.shape, out.stride(), out.dtype) == (local.shape, local.stride(), local.dtype)
+    if "empty" not in func._schema.name:
+        assert torch.equal(first.cpu(), local)
+
+
+def test_numbers_of_factories_are_told_apart(session: Session) -> None:
+    for value in (1, True, 1.0, 2.0, -0.0, 0.0, float("nan")):
+        local = torch.full((2,), value)
+        for _ in range(3):
+            x = torch.full((2,), value, device="remote")
+            assert x.dtype == local.dtype and str(x.cpu()) == str(local)
+    for stop in (3, 3.0, 2.5, 3.5):
+        for _ in range(3):
+            assert torch.equal(torch.arange(stop, device="remote").cpu(), torch.arange(stop))

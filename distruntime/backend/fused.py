@@ -98,11 +98,13 @@ def attention(
         return op.decompose(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    place = common_place(DistributedTensor, op, (query, key, value), {})
+    place = proxies[0]._handle.place
+    if any(t._handle.place is not place for t in proxies):
+        place = common_place(DistributedTensor, op, (query, key, value), {})
     if place.has_cpu_kernels:
         grad = torch.is_grad_enabled()
         flags = tuple(grad and t.requires_grad for t in given)
-        enabled = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
+        enabled = torch._C._get_flash_sdp_enabled(), torch._C._get_math_sdp_enabled()
         specs = tuple(t._handle.spec for t in proxies)
         if (
             _choice(specs, flags, attn_mask is not None, dropout_p, is_causal, scale, enable_gqa, enabled)

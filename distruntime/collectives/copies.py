@@ -16,7 +16,7 @@ from ..operators.new_calls import call
 from ..operators.propagate import Operator
 from ..operators.proxies import wrap
 from ..operators.special import Special
-from ..operators.transfer import download, upload
+from ..operators.transfer import download, upload, upload_small
 from ..session.session import active_session, session_of_log
 from ..tensors.tensor import DistributedTensor
 from .group import groups_of
@@ -115,6 +115,16 @@ def _to_copy(cls: type, func: Operator, args: Sequence[object], kwargs: dict[str
 
 def _copy(cls: type, func: Operator, args: Sequence[object], kwargs: dict[str, object]) -> object:
     target, source = args[0], args[1]
+    if (
+        type(source) is torch.Tensor
+        and isinstance(target, DistributedTensor)
+        and source.is_cpu
+        and source.dtype == target.dtype
+        and source.shape == target.shape
+        and _owns_whole(target)
+        and upload_small(source, target._handle)
+    ):
+        return target
     assert isinstance(target, torch.Tensor)
     if not isinstance(source, torch.Tensor):
         # A number goes into every element.

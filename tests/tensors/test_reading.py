@@ -226,6 +226,41 @@ def test_memory_that_was_sent_may_be_written_at_once(session: object) -> None:
     assert not any(x.any() for x in dr.fetch(sent))
 
 
+# They are as long as one word takes, and longer.
+@pytest.mark.parametrize("length", [3, 5000])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.int64, torch.complex64, torch.uint16],
+)
+def test_small_tensors_of_every_layout_are_sent(session: object, dtype: torch.dtype, length: int) -> None:
+    line = torch.arange(2 * length).to(dtype)
+    grid = line.reshape(2, length)
+    layouts = [line, line[::2], line[1:], grid.t(), grid[:, :1], grid[0].expand(3, length), line[:0], line[0]]
+    if dtype.is_complex:
+        layouts += [line.conj(), line.conj().imag, line.imag]
+    for local in [*layouts, grid.clone().requires_grad_(dtype.is_floating_point)]:
+        sent = local.to(REMOTE)
+        assert sent.dtype == local.dtype and torch.equal(sent.detach().cpu(), local.detach())
+        target = torch.zeros(local.shape, dtype=local.dtype, device=REMOTE)
+        view = target.view(-1)
+        target.copy_(local.detach())
+        assert torch.equal(view.cpu(), local.detach().reshape(-1))
+    numbers = torch.tensor([1.5, -2.5], device=REMOTE)
+    numbers.copy_(torch.tensor([3, 4]))
+    assert numbers.tolist() == [3.0, 4.0]
+    with pytest.raises(RuntimeError, match="size"):
+        numbers.copy_(torch.ones(3))
+
+
+def test_memory_that_was_sent_small_may_be_written_at_once(session: object) -> None:
+    local, remote, total = torch.zeros(4), torch.empty(4, device=REMOTE), torch.zeros(4, device=REMOTE)
+    for k in range(100):
+        local.fill_(k)
+        remote.copy_(local)
+        total += remote
+    assert total.tolist() == [4950.0] * 4
+
+
 def test_a_fetch_sees_the_value_at_its_point_of_the_program(session: object) -> None:
     x = torch.zeros(3, device=REMOTE)
     view, futures = x[1:], []

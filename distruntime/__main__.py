@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import code
+import gc
 import importlib
 import importlib.util
 import os
@@ -284,6 +285,8 @@ def _demo() -> int:
 
 def _begin(options: argparse.Namespace, **more: object) -> Session:
     """Open the session that the options ask for."""
+    if not options.workers and not options.listen:
+        _expect_workers()
     # The import takes two seconds, and those who ask for help need it not.
     session: Session = importlib.import_module(__package__).init_master_worker(
         backend="zmq",
@@ -325,12 +328,12 @@ def _nbytes(text: str) -> int:
 
 
 def _repl(options: argparse.Namespace) -> int:
-    torch, distruntime = importlib.import_module("torch"), importlib.import_module(__package__)
     try:
         session = _begin(options)
     except DistruntimeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    torch, distruntime = importlib.import_module("torch"), importlib.import_module(__package__)
     names = {"torch": torch, "dr": distruntime, "session": session}
     try:
         if importlib.util.find_spec("IPython") is None:
@@ -354,6 +357,9 @@ def _run(options: argparse.Namespace) -> int:
     distruntime = importlib.import_module(__package__)
     # An address of ssh's may have commas in its options.
     addresses = re.split(r",(?=[a-z]+://)", options.workers) if options.workers else None
+    # The workers of a named session outlive this process, so it does not fork them.
+    if not addresses and not options.session:
+        _expect_workers()
     if options.torchrun:
         return _torchrun(options, addresses)
     try:
@@ -370,6 +376,9 @@ def _run(options: argparse.Namespace) -> int:
     except DistruntimeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    # What was imported stays, and nothing of the script's is there yet. So each later collection passes over
+    # torch, as does the last one: a script that does nothing ends 0.8 s sooner (2026-11, 2 cores).
+    gc.freeze()
     try:
         # Python puts these in the first place of the path, too.
         sys.path.insert(0, "" if options.module else str(Path(options.script).resolve().parent))
@@ -389,6 +398,12 @@ def _run(options: argparse.Namespace) -> int:
             if found:
                 importlib.import_module(".session.screen", __package__).voice(None)(found + "\n")
     return 0
+
+
+def _expect_workers() -> None:
+    """Let workers of this machine start while this process still imports torch, if there will be some."""
+    if not _has_workers():
+        importlib.import_module(".cluster.local_workers", __package__).expect_workers()
 
 
 def _has_workers() -> bool:

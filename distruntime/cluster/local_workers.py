@@ -112,6 +112,16 @@ class LocalLauncher(Launcher):
         )
 
 
+def expect_workers() -> None:
+    """Start the process that will fork this process's workers. Return at once.
+
+    It and this process import torch side by side then, where the worker would be two seconds later.
+    """
+    # A process that cannot begin is started again by the first worker, with a log.
+    with Path(os.devnull).open("ab") as nothing:
+        begin_nursery(worker_environment(1), nothing)
+
+
 def start_worker(
     node: int,
     *,

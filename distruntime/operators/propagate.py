@@ -116,9 +116,6 @@ LENGTHS: dict[str, Callable[[Sequence[Any]], int]] = {
 # A meta kernel that cannot tell says one of these.
 _SAYS_NOTHING = ("data-dependent", "meta tensors", "Meta tensor", "meta tensor")
 
-# The schemas of these views do not own up to them.
-_HIDDEN_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh"}
-
 
 def tensors_of(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors among the arguments, in the order in which operand words are written."""
@@ -166,8 +163,6 @@ def aliases(
             if info is not None
             else None
         )
-        if found is None and schema.name in _HIDDEN_VIEWS:
-            found = 0
         shared.append(found)
     return sets, tuple(written), shared
 
@@ -242,11 +237,13 @@ def outcome(
     """Return what a call did to the metadata of `metas`, and what it returned."""
     _, written, shared = aliases(func, args, kwargs)
     same = {id(m): k for k, m in enumerate(metas)}
+    # Some views are not in their schemas: `_unsafe_view`, and in inference mode `einsum` of one operand.
+    memories = {m.untyped_storage()._cdata: k for k, m in reversed([*enumerate(metas)])}
     schema = func._schema
     single = len(schema.returns) == 1
 
     values = [out] if single else list(out) if schema.returns else []
-    results = [_result(func, same, value, alias) for value, alias in zip(values, shared)]
+    results = [_result(func, same, memories, value, alias) for value, alias in zip(values, shared)]
     reshaped = tuple(
         (k, after) for k, m in enumerate(metas) if k in written and (after := spec_of(m)) is not before[k]
     )
@@ -257,7 +254,9 @@ def outcome(
     return Outcome(results, single, written, reshaped, rebased)
 
 
-def _result(func: torch._ops.OpOverload, same: dict[int, int], value: Any, alias: int | None) -> Result:
+def _result(
+    func: torch._ops.OpOverload, same: dict[int, int], memories: dict[int, int], value: Any, alias: int | None
+) -> Result:
     if isinstance(value, torch.Tensor):
         if id(value) in same:
             return Same(same[id(value)])
@@ -272,9 +271,9 @@ def _result(func: torch._ops.OpOverload, same: dict[int, int], value: Any, alias
                 f"{func}: the result would be {what}; remote tensors are strided only. "
                 f"Fetch the operands and compute locally{gradient}"
             )
-        return New(spec_of(value), alias)
+        return New(spec_of(value), memories.get(value.untyped_storage()._cdata) if alias is None else alias)
     if isinstance(value, (list, tuple)):
-        return [_result(func, same, item, alias) for item in value]
+        return [_result(func, same, memories, item, alias) for item in value]
     if value is None:
         return None
     # It is a number or a truth value, which the worker knows.

@@ -1,0 +1,152 @@
+"""Composites are one instruction where autograd records nothing, and torch's formula elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
+
+import distruntime as dr
+from agree import REMOTE
+from distruntime.session.session import Session
+
+CALLS: dict[str, Callable[..., torch.Tensor]] = {
+    "linear": lambda x, w, b: F.linear(x, w, b),
+    "linear without a bias": lambda x, w, b: F.linear(x, w),
+    "linear of three dimensions": lambda x, w, b: F.linear(x.expand(2, *x.shape), w, b),
+    "a product of vectors": lambda x, w, b: x[0] @ x[1],
+    "a product of four dimensions": lambda x, w, b: x.expand(2, 3, *x.shape) @ w.t(),
+    "einsum": lambda x, w, b: torch.einsum("ij,kj->ik", x, w),
+    "einsum of three": lambda x, w, b: torch.einsum("ij,kj,k->ik", x, w, b),
+}
+
+
+def operands(device: str, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    return [torch.randn(*size, dtype=dtype).to(device) for size in ((4, 5), (6, 5), (6,))]
+
+
+def instructions(session: Session, call: Callable[[], object]) -> int:
+    """Return how many instructions a call issues, none of which is its first."""
+    node = session.nodes[0]
+    with node.lock:
+        node.flush()
+        node.enough = 1 << 30
+        before = len(node.line_table)
+        result = call()
+        count = len(node.line_table) - before
+        node.enough = 0
+    del result
+    return count
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", CALLS)
+def test_values_are_equal_to_the_last_bit(
+    session: Session, name: str, dtype: torch.dtype, mode: Callable[[], Any]
+) -> None:
+    with mode():
+        local = CALLS[name](*operands("cpu", dtype))
+        for _ in range(2):
+            remote = CALLS[name](*operands(REMOTE, dtype))
+            assert torch.equal(remote.cpu(), local) and remote.stride() == local.stride()
+
+
+@pytest.mark.parametrize(
+    ("call", "count"),
+    [
+        (lambda x, w, b: F.linear(x, w, b), 1),
+        (lambda x, w, b: x @ w.t(), 2),
+        (lambda x, w, b: torch.einsum("ij,kj->ik", x, w), 1),
+    ],
+)
+def test_one_instruction_without_gradients(
+    session: Session, call: Callable[..., torch.Tensor], count: int
+) -> None:
+    given = operands(REMOTE)
+    with torch.no_grad():
+        call(*given)
+        # The prediction is confirmed: from here on the hot path has it.
+        dr.synchronize()
+        assert instructions(session, lambda: call(*given)) == count
+
+
+def test_gradients_are_as_before(session: Session) -> None:
+    found = []
+    for device in ("cpu", REMOTE):
+        x, w, b = (t.requires_grad_() for t in operands(device))
+        loss = (F.linear(x, w, b) @ torch.einsum("ij,kj->ki", x, w)).square().sum()
+        loss.backward()
+        found.append([t.grad.cpu() for t in (x, w, b) if t.grad is not None])
+    assert len(found[1]) == 3 and all(torch.equal(a, b) for a, b in zip(*found))
+
+
+def test_who_looks_at_operators_sees_those_of_the_formula(session: Session) -> None:
+    x, w, b = operands(REMOTE)
+    with torch.no_grad():
+        graph = make_fx(F.linear)(x, w, b).graph
+        names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+        assert names == ["aten.t.default", "aten.addmm.default"]
+        with FlopCounterMode(display=False) as counter:
+            F.linear(x, w, b)
+        assert counter.get_total_flops() == 2 * 4 * 5 * 6
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_forward_derivatives_are_there_without_gradients(session: Session) -> None:
+    with torch.no_grad():
+        x, w, b = operands(REMOTE)
+        remote = torch.func.jvp(lambda t: F.linear(t, w, b), (x,), (torch.ones_like(x),))[1]
+        x, w, b = operands("cpu")
+        local = torch.func.jvp(lambda t: F.linear(t, w, b), (x,), (torch.ones_like(x),))[1]
+    assert torch.equal(remote.cpu(), local)
+
+
+def test_vmap_without_gradients(session: Session) -> None:
+    x, w, b = operands(REMOTE)
+    with torch.no_grad():
+        found = torch.vmap(lambda row: F.linear(row, w, b))(x)
+        assert torch.allclose(found.cpu(), F.linear(x, w, b).cpu(), atol=1e-6)
+
+
+def test_shapes_that_do_not_fit_are_refused_in_torchs_words(session: Session) -> None:
+    said = []
+    for device in ("cpu", REMOTE):
+        x, w, _ = operands(device)
+        with torch.no_grad(), pytest.raises(RuntimeError) as caught:
+            F.linear(x, w.t())
+        said.append(str(caught.value))
+    assert said[1].startswith(said[0])
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "einsum that transposes": lambda x: torch.einsum("ij->ji", x),
+    "einsum that does nothing": lambda x: torch.einsum("ij->ij", x),
+    "einsum of a diagonal": lambda x: torch.einsum("ii->i", x),
+    "meshgrid": lambda x: torch.meshgrid(x[0], x[1], indexing="ij")[0],
+    "meshgrid of one": lambda x: torch.meshgrid(x.view(-1), indexing="ij")[0],
+    "broadcast_tensors": lambda x: torch.broadcast_tensors(x, x[:1])[1],
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_that_no_schema_names_sees_what_is_written(
+    session: Session, name: str, mode: Callable[[], Any]
+) -> None:
+    found = []
+    with mode():
+        for device in ("cpu", REMOTE):
+            for _ in range(2):
+                x = torch.arange(4.0).reshape(2, 2).to(device)
+                view = VIEWS[name](x)
+                x.copy_(torch.full((2, 2), 9.0))
+                x[0, 0] = 7
+            found.append(view.cpu())
+    assert torch.equal(*found)

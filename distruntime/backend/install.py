@@ -36,7 +36,7 @@ from .autocast import install_autocast
 from .default_dtype import install_default_dtype
 from .determinism import install_determinism
 from .device_module import RemoteModule
-from .fused import KERNELS, Kernel, install_flex_attention
+from .fused import KERNELS, QUICK, Kernel, install_flex_attention
 from .generators import install_generators
 from .lazy_modules import install_materialize, set_aside
 from .libraries import install_libraries
@@ -107,6 +107,8 @@ def install() -> None:
             _implement(op, functools.partial(_fallback, op), backend)
     for op, kernel in KERNELS.items():
         _implement(op, without_our_frames(_on_plain(kernel)), "AutogradLazy")
+    for op, kernel in QUICK.items():
+        _implement(op, kernel, "AutogradLazy")
     for backend in ("Lazy", "PrivateUse1"):
         _library.append(torch.library.Library("_", "IMPL"))
         _library[-1].fallback(_fallback, backend)

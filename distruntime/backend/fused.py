@@ -122,7 +122,7 @@ def attention(
                 query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
                 while attn_mask is not None and attn_mask.dim() < 4:
                     attn_mask = attn_mask.unsqueeze(0)
-            result = _aten._scaled_dot_product_flash_attention_for_cpu(
+            result = _aten._scaled_dot_product_flash_attention_for_cpu.default(
                 query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
             )[0]
             return result.squeeze(0) if single else result

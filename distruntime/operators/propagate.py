@@ -7,13 +7,12 @@ shared cores).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..errors import NotSupportedError, is_of_handler
 from ..log.spec import Spec, spec_of
@@ -119,7 +118,24 @@ _SAYS_NOTHING = ("data-dependent", "meta tensors", "Meta tensor", "meta tensor")
 
 def tensors_of(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors among the arguments, in the order in which operand words are written."""
-    return [leaf for leaf in tree_flatten((list(args), kwargs))[0] if isinstance(leaf, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    # Operators take lists of tensors and nothing deeper. torch's pytree, in Python, took a tenth of a model's
+    # first step.
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [item for item in value if isinstance(item, torch.Tensor)]
+    return found
+
+
+def _replaced(value: Any, twins: Iterator[torch.Tensor]) -> Any:
+    """Return an argument with the next twins in the place of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return next(twins)
+    if isinstance(value, (list, tuple)):
+        return [next(twins) if isinstance(item, torch.Tensor) else item for item in value]
+    return value
 
 
 def aliases(
@@ -143,7 +159,7 @@ def aliases(
             value = kwargs[argument.name]
         else:
             continue
-        here = sum(isinstance(leaf, torch.Tensor) for leaf in (tree_flatten(value)[0]))
+        here = len(tensors_of((value,), {}))
         if argument.alias_info is not None:
             for name in argument.alias_info.before_set:
                 sets.setdefault(name, number)
@@ -204,7 +220,8 @@ def _propagate(
         raise NeedsWorker
     metas = [spec_of_operand(t).meta() for t in operands]
     twins = iter(metas)
-    margs, mkwargs = tree_map_only(torch.Tensor, lambda _: next(twins), (list(args), dict(kwargs)))
+    margs = [_replaced(value, twins) for value in args]
+    mkwargs = {name: _replaced(value, twins) for name, value in kwargs.items()}
     if mkwargs.get("device") is not None:
         mkwargs["device"] = torch.device("meta")
     before = [spec_of(m) for m in metas]

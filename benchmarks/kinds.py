@@ -35,6 +35,7 @@ def calls(device: str) -> Calls:
     h, i, total = g * 1, torch.arange(8, device=device), ones(8, 16)
     mask = torch.ones(8, 16, dtype=torch.bool, device=device)
     norm, linear = torch.nn.LayerNorm(16).to(device), torch.nn.Linear(16, 16).to(device)
+    row, weight, sequence = b.detach(), w.detach(), ones(2, 8, 16)
     many = [ones(4) for _ in range(8)]
     # A module and a node of autograd cost here, too, what they cost a local tensor.
     return {
@@ -52,7 +53,7 @@ def calls(device: str) -> Calls:
         "x[2:4]": (_ONE, lambda: x[2:4]),
         "x[:, None]": (_ONE, lambda: x[:, None]),
         "x.detach()": (_ONE, lambda: x.detach()),
-        "b.expand(8, 16)": (_ONE, lambda: b.detach().expand(8, 16)),
+        "row.expand(8, 16)": (_ONE, lambda: row.expand(8, 16)),
         "q.permute(0, 2, 1, 3)": (_ONE, lambda: q.permute(0, 2, 1, 3)),
         "x[i]": (_SEVERAL, lambda: x[i]),
         "x.add_(y)": (_ONE, lambda: total.add_(y)),
@@ -81,6 +82,8 @@ def calls(device: str) -> Calls:
         "_foreach_mul of 8": (_SEVERAL + 7 * _FURTHER, lambda: torch._foreach_mul(many, 2.0)),
         "q @ q, 4 dimensions": (_SEVERAL, lambda: q @ q),
         "einsum": (_SEVERAL, lambda: torch.einsum("ij,kj->ik", x, y)),
+        "q @ q, 4 dimensions, with grad": (_SEVERAL, lambda: queries @ queries),
+        "F.linear of 3 dimensions": (_SEVERAL, lambda: F.linear(sequence, weight, row)),
         "torch.zeros(8)": (_SEVERAL, lambda: torch.zeros(8, device=device)),
         "torch.full((), 2.0)": (_SEVERAL, lambda: torch.full((), 2.0, device=device)),
         "torch.arange(8)": (_SEVERAL, lambda: torch.arange(8, device=device)),

@@ -70,10 +70,13 @@ def test_one_instruction_without_gradients(
     session: Session, call: Callable[..., torch.Tensor], count: int
 ) -> None:
     given = operands(REMOTE)
+    call(*given)
+    # The prediction is confirmed: from here on the hot path has it.
+    dr.synchronize()
+    assert instructions(session, lambda: call(*given)) == count
+    for t in given:
+        t.requires_grad_()
     with torch.no_grad():
-        call(*given)
-        # The prediction is confirmed: from here on the hot path has it.
-        dr.synchronize()
         assert instructions(session, lambda: call(*given)) == count
 
 

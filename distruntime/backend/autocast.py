@@ -189,6 +189,12 @@ def by_worker(op: Operator) -> Policy:
     return run
 
 
+def taken_apart(op: Operator) -> Policy:
+    """Take a composite apart, so that autocast sees what it is made of."""
+    formula = functools.partial(op._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
+    return lambda args, kwargs: formula(*args, **kwargs)
+
+
 def _call(op: Operator, args: Sequence[object], kwargs: dict[str, object]) -> object:
     with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
         return op(*args, **kwargs)
@@ -328,6 +334,16 @@ def _exited(
     return done
 
 
+# Not every device lists these composites. Each lists the products that they are made of. In inference mode
+# they would reach their worker whole, and so would einsum without gradients: nothing is lowered there.
+_OF_PRODUCTS = (
+    *(_aten.einsum.default, _aten.tensordot.default, _aten.inner.default, _aten.chain_matmul.default),
+    *(_aten.linalg_multi_dot.default, _aten.linalg_matrix_power.default, _aten.matrix_power.default),
+    *(_aten.cov.default, _aten.corrcoef.default, _aten.gru_cell.default, _aten.lstm_cell.default),
+    *(_aten.rnn_tanh_cell.default, _aten.rnn_relu_cell.default),
+)
+
+
 def install_autocast(library: torch.library.Library, fallback: torch.library.Library) -> None:
     """Register the kernels of "remote" for each operator that torch lists for a kind of device.
 
@@ -344,6 +360,9 @@ def install_autocast(library: torch.library.Library, fallback: torch.library.Lib
         # (up to torch 2.13).
         column[_aten._native_multi_head_attention.default] = lowered
     columns["cpu"][_aten._transformer_encoder_layer_fwd.default] = by_worker
+    for column in columns.values():
+        for op in _OF_PRODUCTS:
+            column.setdefault(op, taken_apart)
     for op in dict.fromkeys(op for column in columns.values() for op in column):
         policies = {kind: column[op](op) for kind, column in columns.items() if op in column}
         library.impl(op, _kernel(op, policies), "AutocastPrivateUse1", with_keyset=True)

@@ -61,7 +61,8 @@ def settings() -> tuple[object, ...]:
 
 def _dropped(kept: Sequence[Anchor[object]], counts: Sequence[int], returned: Sequence[int]) -> bool:
     """Whether nobody holds more or less but the caller, who has let go of what was returned."""
-    return all(
+    # Before they are counted, nobody may be taken for alone.
+    return len(counts) == len(kept) and all(
         count in (before, before - often)
         for count, before, often in zip(map(sys.getrefcount, map(_thing, kept)), counts, returned)
     )

@@ -156,10 +156,10 @@ def emit(
         relate(own)
     handles = [t._handle for t in operands]
     written = [operands[k]._handle.storage for k in outcome.written]
-    if not fresh and not written:
-        if outcome.results and all(type(result) is Same for result in outcome.results):
-            # It returns operands as they are: `lift_fresh` does, by which `torch.tensor` ends.
-            return built[0] if outcome.single else tuple(built)
+    if not fresh and not written and outcome.results and all(type(r) is Same for r in outcome.results):
+        # It returns operands as they are: `lift_fresh` does, by which `torch.tensor` ends.
+        return built[0] if outcome.single else tuple(built)
+    if not fresh and not written and not outcome.results:
         # If the check fails, it changes these: so whoever reads them comes after it.
         kin, written = kin_of(handles)
         words.append(kin)

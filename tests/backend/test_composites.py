@@ -153,3 +153,43 @@ def test_a_view_that_no_schema_names_sees_what_is_written(
                 x[0, 0] = 7
             found.append(view.cpu())
     assert torch.equal(*found)
+
+
+OF_PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "einsum": lambda x, w: torch.einsum("ij,kj->ik", x, w),
+    "inner": torch.inner,
+    "tensordot": lambda x, w: torch.tensordot(x, w, 1),
+    "multi_dot": lambda x, w: torch.linalg.multi_dot([x, w, x]),
+    "matrix_power": lambda x, w: torch.linalg.matrix_power(x, 3),
+    "cov": lambda x, w: torch.cov(x),
+    "a GRU cell": lambda x, w: torch.nn.GRUCell(4, 4).to(x.device)(x),
+    "linear": F.linear,
+    "matmul": lambda x, w: x.expand(2, 2, 4, 4) @ w,
+}
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("name", OF_PRODUCTS)
+def test_autocast_lowers_what_composites_are_made_of(
+    session: Session, name: str, mode: Callable[[], Any]
+) -> None:
+    found = []
+    for device, kind in (("cpu", "cpu"), (REMOTE, "remote")):
+        torch.manual_seed(0)
+        x, w = (torch.randn(4, 4).to(device) for _ in range(2))
+        with mode():
+            # A call outside of autocast is remembered, and must not be found inside.
+            plain = OF_PRODUCTS[name](x, w)
+            torch.manual_seed(0)
+            with torch.autocast(kind, dtype=torch.bfloat16):
+                lowered = OF_PRODUCTS[name](x, w)
+        found.append((plain.dtype, lowered.dtype, lowered.float().cpu()))
+    assert found[0][:2] == found[1][:2] and torch.equal(found[0][2], found[1][2])
+
+
+def test_what_returns_its_operands_in_a_list_is_issued(session: Session) -> None:
+    x = torch.arange(4.0, device=REMOTE)
+    with torch.inference_mode():
+        for _ in range(2):
+            one, two = torch.broadcast_tensors(x, x + 1)
+            assert one.tolist() == [0, 1, 2, 3] and two.tolist() == [1, 2, 3, 4]

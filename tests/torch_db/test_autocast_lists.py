@@ -49,7 +49,8 @@ def operator(name: str) -> Any:
 
 def test_exactly_the_listed_operators_have_kernels(session: object) -> None:
     more = {
-        op._schema.name + "." * bool(op._schema.overload_name) + op._schema.overload_name for op in RECURRENT
+        op._schema.name + "." * bool(op._schema.overload_name) + op._schema.overload_name
+        for op in (*RECURRENT, *autocast._OF_PRODUCTS)
     }
     # This one calls listed operators from within.
     more |= {"aten::_transformer_encoder_layer_fwd"}

@@ -29,6 +29,7 @@ def calls(device: str) -> Calls:
     def ones(*size: int) -> torch.Tensor:
         return torch.ones(*size, device=device)
 
+    still = torch.no_grad()
     x, y, q = ones(8, 16), ones(8, 16), ones(1, 2, 8, 8)
     g, w, b = (ones(*size).requires_grad_() for size in ((8, 16), (16, 16), (16,)))
     words, queries = ones(10, 16).requires_grad_(), ones(1, 2, 8, 8).requires_grad_()
@@ -80,10 +81,10 @@ def calls(device: str) -> Calls:
         "F.cross_entropy, with grad": (_SEVERAL + _FURTHER, lambda: F.cross_entropy(g, i)),
         "_foreach_add_ of 8": (_SEVERAL, lambda: torch._foreach_add_(many, 1.0)),
         "_foreach_mul of 8": (_SEVERAL + 7 * _FURTHER, lambda: torch._foreach_mul(many, 2.0)),
-        "q @ q, 4 dimensions": (_SEVERAL, lambda: q @ q),
-        "einsum": (_SEVERAL, lambda: torch.einsum("ij,kj->ik", x, y)),
+        "q @ q, 4 dimensions, no_grad": (_SEVERAL, still(lambda: q @ q)),
+        "einsum, no_grad": (_SEVERAL, still(lambda: torch.einsum("ij,kj->ik", x, y))),
         "q @ q, 4 dimensions, with grad": (_SEVERAL, lambda: queries @ queries),
-        "F.linear of 3 dimensions": (_SEVERAL, lambda: F.linear(sequence, weight, row)),
+        "F.linear of 3 dimensions, no_grad": (_SEVERAL, still(lambda: F.linear(sequence, weight, row))),
         "torch.zeros(8)": (_SEVERAL, lambda: torch.zeros(8, device=device)),
         "torch.full((), 2.0)": (_SEVERAL, lambda: torch.full((), 2.0, device=device)),
         "torch.arange(8)": (_SEVERAL, lambda: torch.arange(8, device=device)),

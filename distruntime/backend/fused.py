@@ -255,25 +255,23 @@ def without_gradients(op: Operator) -> Kernel:
 
     def run(*args: object, **kwargs: object) -> object:
         try:
-            operands = args[1] if op is _EINSUM else args
-            assert isinstance(operands, (tuple, list))
-            records = torch.is_grad_enabled()
-            for t in operands:
-                if type(t) is not DistributedTensor:
-                    if t is None:
-                        continue
-                    return formula(*args, **kwargs)
-                if records and t.requires_grad:
-                    return formula(*args, **kwargs)
-            if (
-                # An einsum of one operand may be a view of it, which autograd must know.
-                len(operands) == 1
-                # These look at each operator of the formula.
-                or torch._C._len_torch_dispatch_stack()
-                or torch.autograd.forward_ad._current_level >= 0
-            ):
+            if torch.is_grad_enabled():
                 return formula(*args, **kwargs)
-            return dispatch(DistributedTensor, op, (), args, kwargs)
+            operands = args[1] if op is _EINSUM else args
+            if (
+                isinstance(operands, (tuple, list))
+                # An einsum of one operand may be a view of it, which autograd must know.
+                and len(operands) > 1
+                and all(type(t) is DistributedTensor for t in operands if t is not None)
+                # Wrong dtypes are told at once, by the products that the formula is made of.
+                and operands[0].dtype.is_floating_point
+                and all(t.dtype is operands[0].dtype for t in operands if t is not None)
+                # These look at each operator of the formula.
+                and not torch._C._len_torch_dispatch_stack()
+                and torch.autograd.forward_ad._current_level < 0
+            ):
+                return dispatch(DistributedTensor, op, (), args, kwargs)
+            return formula(*args, **kwargs)
         except BaseException as error:
             drop_frames(error)
             raise

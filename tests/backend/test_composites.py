@@ -69,14 +69,11 @@ def test_values_are_equal_to_the_last_bit(
 def test_one_instruction_without_gradients(
     session: Session, call: Callable[..., torch.Tensor], count: int
 ) -> None:
-    given = operands(REMOTE)
-    call(*given)
-    # The prediction is confirmed: from here on the hot path has it.
-    dr.synchronize()
-    assert instructions(session, lambda: call(*given)) == count
-    for t in given:
-        t.requires_grad_()
+    given = [t.requires_grad_() for t in operands(REMOTE)]
     with torch.no_grad():
+        call(*given)
+        # The prediction is confirmed: from here on the hot path has it.
+        dr.synchronize()
         assert instructions(session, lambda: call(*given)) == count
 
 
@@ -126,6 +123,18 @@ def test_shapes_that_do_not_fit_are_refused_in_torchs_words(session: Session) ->
             F.linear(x, w.t())
         said.append(str(caught.value))
     assert said[1].startswith(said[0])
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.bool, torch.bool)])
+def test_wrong_dtypes_are_told_at_once(session: Session, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    for call in (F.linear, torch.matmul, lambda x, w: torch.einsum("ij,kj->ik", x, w)):
+        said = []
+        for device in ("cpu", REMOTE):
+            x, w = (torch.ones(4, 4, dtype=dtype, device=device) for dtype in dtypes)
+            with torch.no_grad(), pytest.raises(RuntimeError) as caught:
+                call(x, w)
+            said.append(str(caught.value).splitlines()[0])
+        assert said[1].startswith(said[0])
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -46,10 +46,10 @@ test: .venv/.tests
 test-all: .venv/.tests
 	$(KEPT) $(BIN)/python -m pytest -n $(PROCESSES) --dist $(DIST) $(ARGS)
 
+# PLW1514: a text file has its own encoding, whatever the locale is.
 check: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	# A text file has its own encoding, whatever the locale is.
 	$(BIN)/ruff check --preview --select PLW1514 .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q $(FORM)

@@ -246,8 +246,8 @@ def without_gradients(op: Operator) -> Kernel:
     """Return the kernel of a composite that is one instruction where autograd records nothing.
 
     Its worker takes it apart as torch does here. That is 1 call instead of 4 for a linear layer, 6 for a
-    product of four dimensions, and 12 for an einsum. With gradients it costs half an addition more than
-    without this kernel.
+    product of four dimensions, and 12 for an einsum. With gradients this kernel adds the price of an
+    addition, or up to half of one more (measured 2026-11 with `python -m benchmarks kinds`).
     """
 
     # `op.decompose` takes torch's formula in Python where there is one, in twice the time.

@@ -88,8 +88,8 @@ class ProcessGroup:
         self.serial: dict[Node, Storage] = {node: Storage(NO_TENSOR) for node in self.own}
         # The greatest has been used last: see `Groups.of`.
         self.used = 0
-        # It is True of a group for copies, which keep no order with what closes the group.
-        self.copies = False
+        # Operations in it stand in these logs and keep no order with what closes it: copies, or a mesh's lines.
+        self.unordered: Sequence[Log] = ()
 
     def __del__(self) -> None:
         # The group lives on until it is closed. This only appends, as the collector may run it inside any
@@ -151,8 +151,8 @@ class Groups:
         self._groups: WeakValueDictionary[int, ProcessGroup] = WeakValueDictionary()
         # Nobody holds these any more. The next look closes them: see `close_dropped`.
         self._dropped: list[ProcessGroup] = []
-        # Copies may still go through these, until these positions in the nodes' logs.
-        self._leaving: dict[ProcessGroup, dict[Node, int]] = {}
+        # Operations may still go through these, until these positions in the logs.
+        self._leaving: dict[ProcessGroup, dict[Log, int]] = {}
         # Members of these groups may still be at work, until these positions in the nodes' logs.
         self._closing: dict[ProcessGroup, dict[Node, int]] = {}
         self._by_places: dict[tuple[Place, ...], ProcessGroup] = {}
@@ -204,13 +204,10 @@ class Groups:
         try:
             while self._dropped:
                 group = self._dropped.pop()
-                if group.copies:
-                    # Whoever issued one has held the group until then, so all of them stand before.
-                    self._leaving[group] = {node: node.base + len(node.words) for node in group.own}
-                else:
-                    self.close(group)
+                # Whoever issued an operation has held the group until then, so all of them stand before.
+                self._leaving[group] = {log: log.base + len(log.words) for log in group.unordered}
             for group, ends in list(self._leaving.items()):
-                if all(node.failed is not None or node.acknowledged >= at for node, at in ends.items()):
+                if all(log.failed is not None or log.acknowledged >= at for log, at in ends.items()):
                     del self._leaving[group]
                     self.close(group)
         finally:
@@ -292,7 +289,7 @@ class Groups:
                 for home in (here, there)
             )
         group = self._kept(self._links, (here, there))
-        group.copies = True
+        group.unordered = tuple(group.own)
         self.close_dropped()
         return group
 

@@ -104,7 +104,7 @@ class MeshLog(Log):
         self.asynchronous = any(node.asynchronous for node in self.ranks)
         self.place = Place(self.index, "member", members=self.members)
         # These are the members' groups along dimensions, by their rows.
-        self._lines: dict[tuple[tuple[int, ...], ...], Rows] = {}
+        self.lines: dict[tuple[tuple[int, ...], ...], Rows] = {}
         self._making, self._lines_numbers = threading.RLock(), count().__next__
         # These are torch's groups of such rows: see mesh.py.
         self.torch_groups: dict[tuple[tuple[int, ...], ...], object] = {}
@@ -149,16 +149,16 @@ class MeshLog(Log):
         Where it has broken, it is made anew.
         """
         key = tuple(map(tuple, rows))
-        found = self._lines.get(key)
+        found = self.lines.get(key)
         if not isinstance(found, make) or found.broken is not None:
             # A second thread may want the same ones meanwhile.
             with self._making:
-                found = self._lines.get(key)
+                found = self.lines.get(key)
                 if found is not None and found.broken is not None:
                     found.close()
                     found = None
                 if not isinstance(found, make):
-                    found = self._lines[key] = make(self, self._lines_numbers(), rows)
+                    found = self.lines[key] = make(self, self._lines_numbers(), rows)
         return found
 
     def residence(self) -> Residence:

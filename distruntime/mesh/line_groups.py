@@ -16,9 +16,13 @@ from ..collectives.group import ProcessGroup, groups_of
 from ..log.handle import Storage
 from ..log.mesh_log import MeshLog
 from ..log.spec import NO_TENSOR
-from ..session.session import session_of_log
+from ..session.session import Session, session_of_log
 from ..wire.messages import OpenLines
 from .varying import numbers
+
+# So many groups of meshes that nobody holds stay open, for a mesh of these members that comes again.
+_MOST_GROUPS = 128
+_opened = count().__next__
 
 
 class Lines:
@@ -42,9 +46,12 @@ class Lines:
         homes = [session.places.residence(place, numbered=False) for place in mesh_log.members]
         groups = groups_of(session)
         self.groups = []
+        self.opened = _opened()
+        _let_go(session)
         try:
             for row in rows:
                 self.groups.append(groups.open([homes[k] for k in row]))
+                self.groups[-1].unordered = (mesh_log,)
         except BaseException:
             # A user who presses Ctrl-C comes here too, as opening many groups takes a while.
             self.close()
@@ -76,3 +83,20 @@ class Lines:
         """Return a tensor on the mesh: one int64 that is each member's rank in its line. Return at once."""
         at = {k: rank for row in self.rows for rank, k in enumerate(row)}
         return numbers(self.mesh_log.residence(), tuple(at[k] for k in range(len(at))))
+
+
+def _let_go(session: Session) -> None:
+    """Let go of what was opened first for meshes that nobody holds. Its groups close unless they are held."""
+    unused = [
+        (lines, mesh_log, key)
+        for mesh_log in [*session.meshes]
+        if session.places.number_of(mesh_log.place) is None
+        for key, lines in [*mesh_log.lines.items()]
+        if isinstance(lines, Lines)
+    ]
+    number = sum(len(lines.rows) for lines, _, _ in unused)
+    for lines, mesh_log, key in sorted(unused, key=lambda row: row[0].opened):
+        if number <= _MOST_GROUPS:
+            break
+        number -= len(lines.rows)
+        mesh_log.lines.pop(key, None)

@@ -14,6 +14,7 @@ import torch
 import distruntime as dr
 from agree import REMOTE, there
 from distruntime.collectives import group as group_module
+from distruntime.mesh import line_groups
 from distruntime.session.session import active_session
 from processes import blocked, until
 
@@ -160,3 +161,44 @@ def test_a_group_that_is_held_outlives_its_set(session: object) -> None:
     dr.new_group([0, 1]).close()
     dr.all_reduce(values, group=held)
     assert values[0].tolist() == [4.0, 4.0] and not held.closed
+
+
+def test_groups_of_meshes_that_nobody_holds_are_few(
+    fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line_groups, "_MOST_GROUPS", 2)
+    fresh_session(world_size=4)
+    groups = active_session().groups
+    assert isinstance(groups, group_module.Groups)
+
+    def summed(a: int, b: int) -> tuple[list[int], float]:
+        mesh = dr.init_device_mesh([a, b], (2,))
+        with mesh:
+            x = torch.ones(3, device=REMOTE)
+        lines = mesh.lines()
+        return [group.number for group in lines.groups], dr.lines.all_reduce(lines, x).member(1)[0].item()
+
+    pairs = [(a, b) for a in range(4) for b in range(4) if a != b]
+    held = dr.init_device_mesh([1, 0], (2,))
+    lines = held.lines()
+    before = [threads(node) for node in range(4)]
+    numbers = []
+    for _ in range(2):
+        for a, b in pairs:
+            opened, value = summed(a, b)
+            assert value == 2.0
+            numbers += opened
+            gc.collect()
+
+    def open_ones() -> list[int]:
+        dr.synchronize()
+        return [number for number in numbers if number != lines.groups[0].number and groups.nodes_in(number)]
+
+    # The next opening looks: one more mesh has been let go of since the last one.
+    until(lambda: len(open_ones()) <= 3)
+    most = 4 * PER_GROUP + 4
+    until(lambda: all(threads(node) <= before[node] + most for node in range(4)))
+    # What somebody holds has stayed open.
+    with held:
+        x = torch.ones(3, device=REMOTE)
+    assert dr.lines.all_reduce(lines, x).member(0).tolist() == [2.0] * 3

@@ -141,7 +141,8 @@ class Layout:
                 (k for k, act in enumerate(self._acts) if isinstance(act, Part) and act.log is log),
                 default=-1,
             )
-            if last < max(needs, default=-1):
+            # Two values may change places where nothing else is issued.
+            if last < 0 or last < max(needs):
                 stream = 0
                 if last >= 0:
                     before = self._acts[last]

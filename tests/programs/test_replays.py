@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import distruntime as dr
-from agree import REMOTE
+from agree import REMOTE, there
 from processes import blocked, slots, steady
 
 Step = Callable[..., torch.Tensor]
@@ -154,6 +154,24 @@ def test_what_is_swapped_in_place_of_another_is_followed(session: object) -> Non
         a, b = b, a
         a = a + 1
         assert torch.equal(box.a.cpu(), a) and torch.equal(box.b.cpu(), b)
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_what_is_swapped_where_nothing_else_is_issued_is_followed(session: object, returned: bool) -> None:
+    """No instruction of that worker is in the recording."""
+    box = SimpleNamespace(a=there(torch.zeros(2), 0), b=there(torch.ones(2), 0))
+
+    def swap(x: torch.Tensor) -> list[torch.Tensor]:
+        box.a, box.b, before = box.b, box.a, box.a
+        return [x + 1, before] if returned else [x + 1]
+
+    program, x = dr.program(swap), there(torch.ones(2), 1)
+    for k in range(8):
+        # A program leaves alone what somebody else holds, so nothing here holds the tensors.
+        values = [one.tolist() for one in program(x)]
+        assert values == [[2, 2], [float(k % 2)] * 2][: 1 + returned]
+        assert box.a.tolist() == [float(1 - k % 2)] * 2 and box.b.tolist() == [float(k % 2)] * 2
+    assert program.replays == 6
 
 
 def test_results_that_share_memory_share_it_in_replays_too(session: object) -> None:

@@ -180,7 +180,7 @@ def explained(
     """Return how each number that differs between two recordings follows from floats.
 
     The second result is the first number that follows from none, or -1. `before` and `after` are the terms of
-    the two calls.
+    the two calls. The calls must have read and decided the same, but for those floats.
     """
     differing = [k for k, (a, b) in enumerate(zip(one, other)) if not same(a, b)]
     if not differing:
@@ -211,6 +211,23 @@ def leaves_of(terms: Iterable[Term]) -> set[Term]:
     return found
 
 
+def unmoved(
+    floats: Sequence[float], numbers: Iterable[Number], terms: Mapping[Term, float]
+) -> dict[Term, object]:
+    """Return decisions for what may have given words that did not change, such as `max(rate, 0.01)`.
+
+    Nobody knows whether a word comes from there. So a replay asks that it gives the same again.
+    """
+    follows = {word for number in numbers for word in number.words}
+    fixed = {repr(value) for word, value in enumerate(floats) if word not in follows}
+    free = leaves_of(term for number in numbers for term in number.terms)
+    return {
+        (repr, term): shown
+        for term, value in terms.items()
+        if (shown := repr(value)) in fixed and not free.isdisjoint(leaves_of([term]))
+    }
+
+
 def numbers_of(
     numbers: Sequence[Number],
     decisions: Mapping[Term, object],
@@ -223,9 +240,10 @@ def numbers_of(
     stands there is no float any more.
     """
     free = leaves_of(term for number in numbers for term in number.terms)
-    # Nothing else that was read is held.
-    reads = {leaf[1]: reads[leaf[1]] for leaf in free if leaf[0] == "read"}  # type: ignore[index, misc]
     decided = [(term, value) for term, value in decisions.items() if not free.isdisjoint(leaves_of([term]))]
+    # Nothing else that was read is held.
+    used = free | leaves_of(term for term, _ in decided)
+    reads = {leaf[1]: reads[leaf[1]] for leaf in used if leaf[0] == "read"}  # type: ignore[index, misc]
 
     def value_of(term: Term, leaves: Sequence[object], known: dict[Term, object]) -> object:
         if term in known:

@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from ..guards.arithmetic import Arithmetic
+from ..guards.marks import marks
 from ..guards.reach import Reach
 from ..guards.reads import Reads
 from ..guards.seen import PLAIN
@@ -156,6 +157,8 @@ class Attempt:
             changed,
             begins_of(self.leaves),
             recording.crossed(),
+            marks(self.reads.notes.found, steps, changed),
+            self.terms.decisions,
         )
         # What was returned, as the caller gets it.
         self.given = dressed(found, {after.paths[path]._handle.ref for path in state}, self.name)

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_unflatten
 
 from ..guards.anchors import Anchor, anchored
-from ..guards.arithmetic import Term, explained, leaves_of, numbers_of
+from ..guards.arithmetic import Term, explained, leaves_of, numbers_of, unmoved
 from ..guards.guards import Guards
 from ..guards.seen import same
 from ..log.current import current_device, current_mesh, current_node, current_streams
@@ -54,7 +54,8 @@ class Plan:
         self.guards = Guards(after, reads, {**alone, **attempt.replaced}, free, run.steps, notes.made)
         self.carried = Carried(after, renewed, attempt.kinds)
         self._words = [number.words for number in numbers]
-        self._numbers = numbers_of(numbers, attempt.terms.decisions, reads, run.steps) if numbers else None
+        decisions = {**run.decisions, **unmoved(recording.floats, numbers, run.terms)}
+        self._numbers = numbers_of(numbers, decisions, reads, run.steps) if numbers else None
         self._steps = list(run.steps.values())
         # What it changes counts as written by this process's autograd too.
         self._changed = list(dict.fromkeys(map(anchored, (*attempt.changed, *renewed))))

@@ -12,6 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ..errors import NotSupportedError
 from ..guards.arithmetic import Term, explained
+from ..guards.marks import Marks, changed
 from ..guards.reach import Reach, local_of
 from ..guards.seen import PLAIN, Key, Seen, same
 from ..log.handle import Handle
@@ -59,6 +60,9 @@ class Run:
     # This is where its arguments began, and what it has handed to what stands between its parts.
     begins: Begins = ()
     crossed: dict[Name, Spec] = field(default_factory=dict)
+    # What it has read besides floats, and what floats have decided.
+    marks: Marks = field(default_factory=dict)
+    decisions: Mapping[Term, object] = field(default_factory=dict)
 
     def difference(self, other: Run) -> str:
         """Say how another call did something else, or return nothing."""
@@ -66,12 +70,19 @@ class Run:
         if found:
             return found
         numbers = self.recording.floats, other.recording.floats
-        _, odd = explained(*numbers, self.terms, other.terms)
+        following, odd = explained(*numbers, self.terms, other.terms)
         if odd >= 0:
             line = other.recording.line_of_float(odd)
             return (
                 f"a number changes from {numbers[0][odd]!r} to {numbers[1][odd]!r}, and follows no float "
                 f"that was found\n  issued at {line}\n  pass it as an argument, or as a tensor"
+            )
+        if following and (too := self._changes_besides(other)):
+            word = following[0].words[0]
+            line = other.recording.line_of_float(word)
+            return (
+                f"a number changes from {numbers[0][word]!r} to {numbers[1][word]!r}, and {too}, so nobody "
+                f"knows what it follows\n  issued at {line}"
             )
         if self.steps.keys() != other.steps.keys():
             return "an optimizer counts other steps"
@@ -85,6 +96,16 @@ class Run:
             return f"the shape or the layout of {odd_specs[0]} changes"
         odd_values = [name for name, follows in self._follows(other) if follows is None]
         return "a value begins elsewhere in its memory, and follows no argument" if odd_values else ""
+
+    def _changes_besides(self, other: Run) -> str:
+        """Say what another call has read or decided otherwise, besides floats, or return nothing."""
+        if self.decisions != other.decisions:
+            return "a float has decided something else"
+        # One float may stand in several places, and then it has come from any of them.
+        if self.terms.keys() != other.terms.keys():
+            return "a float has come about in another way"
+        path = changed(self.marks, other.marks)
+        return f"{path} has changed too" if path else ""
 
     def _follows(self, other: Run) -> Iterator[tuple[Name, tuple[int, ...] | None]]:
         """Yield the names of what was made and is known outside of a part, each with what it follows."""

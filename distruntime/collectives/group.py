@@ -88,7 +88,7 @@ class ProcessGroup:
         self.serial: dict[Node, Storage] = {node: Storage(NO_TENSOR) for node in self.own}
         # The greatest has been used last: see `Groups.of`.
         self.used = 0
-        # Operations in it stand in these logs and keep no order with what closes it: copies, or a mesh's lines.
+        # Operations in it, copies or a mesh's lines, stand in these logs, in no order with its closing.
         self.unordered: Sequence[Log] = ()
 
     def __del__(self) -> None:

@@ -134,56 +134,6 @@ def test_two_floats_that_were_equal_are_told_apart(x: torch.Tensor) -> None:
     assert found == expected
 
 
-def _replaced(value: float) -> tuple[Callable[[], float], Callable[[float], None]]:
-    boxes = [SimpleNamespace(v=value)]
-    return (lambda: boxes[0].v), (lambda value: boxes.__setitem__(0, SimpleNamespace(v=value)))
-
-
-def _counted(value: float) -> tuple[Callable[[], float], Callable[[float], None]]:
-    box = SimpleNamespace(n=int(value))
-    return (lambda: float(box.n)), (lambda value: setattr(box, "n", int(value)))
-
-
-def _chosen(value: float) -> tuple[Callable[[], float], Callable[[float], None]]:
-    box = SimpleNamespace(large=False, values=[value, 6.0])
-    return (lambda: box.values[box.large]), (lambda value: setattr(box, "large", value == 6.0))
-
-
-def _written(value: float) -> tuple[Callable[[], float], Callable[[float], None]]:
-    local = torch.tensor(value)
-    return (lambda: local.item()), (lambda value: local.fill_(value) and None)
-
-
-def _listed(value: float) -> tuple[Callable[[], float], Callable[[float], None]]:
-    names = ["x"] * int(value)
-    return (lambda: float(len(names))), (lambda value: names.__setitem__(slice(None), ["x"] * int(value)))
-
-
-@pytest.mark.parametrize("make", [_replaced, _counted, _chosen, _written, _listed])
-@pytest.mark.parametrize("turned", [False, True])
-def test_what_changes_with_a_float_does_not_follow_it(
-    x: torch.Tensor, make: Callable[[float], tuple[Callable[[], float], Callable[[float], None]]], turned: bool
-) -> None:
-    """Two numbers have changed alike in both recordings, and a float has given one of them only."""
-    scale = SimpleNamespace(a=1.0)
-    read, change = make(1.0)
-    program = dr.program(lambda x: x * scale.a + read() if turned else x * read() + scale.a)
-
-    def call(a: float, b: float) -> None:
-        for _ in range(4):
-            assert program(x)[0].item() == (a + b)
-
-    call(1.0, 1.0)
-    scale.a = 6.0
-    change(6.0)
-    call(6.0, 6.0)
-    scale.a = 3.0
-    call(3.0, 6.0)
-    change(1.0)
-    call(3.0, 1.0)
-    assert program.replays >= 4
-
-
 def test_a_global_that_is_rebound(x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     program = dr.program(lambda x: x * scale)
     assert _calls(program, x) == [[2.0] * 3] * 4

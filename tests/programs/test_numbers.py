@@ -1,0 +1,118 @@
+"""Numbers of a program follow the floats that gave them, and nothing that has just been equal to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import distruntime as dr
+from agree import REMOTE
+from number_programs import compare_numbers
+
+# What reads a number, and what changes it.
+Made = tuple[Callable[[], float], Callable[[float], object]]
+
+
+def _replaced(value: float) -> Made:
+    boxes = [SimpleNamespace(v=value)]
+    return (lambda: boxes[0].v), (lambda value: boxes.__setitem__(0, SimpleNamespace(v=value)))
+
+
+def _counted(value: float) -> Made:
+    box = SimpleNamespace(n=int(value))
+    return (lambda: float(box.n)), (lambda value: setattr(box, "n", int(value)))
+
+
+def _chosen(value: float) -> Made:
+    box = SimpleNamespace(large=False, values=[value, 6.0])
+    return (lambda: box.values[box.large]), (lambda value: setattr(box, "large", value == 6.0))
+
+
+def _written(value: float) -> Made:
+    local = torch.tensor(value)
+    return (lambda: local.item()), local.fill_
+
+
+def _listed(value: float) -> Made:
+    names = ["x"] * int(value)
+    return (lambda: float(len(names))), (lambda value: names.__setitem__(slice(None), ["x"] * int(value)))
+
+
+@pytest.fixture
+def x(session: object) -> torch.Tensor:
+    return torch.ones(3, device=REMOTE)
+
+
+@pytest.mark.parametrize("make", [_replaced, _counted, _chosen, _written, _listed])
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_changes_with_a_float_does_not_follow_it(
+    x: torch.Tensor, make: Callable[[float], Made], turned: bool
+) -> None:
+    """Two numbers have changed alike in both recordings, and a float has given one of them only."""
+    scale = SimpleNamespace(a=1.0)
+    read, change = make(1.0)
+    program = dr.program(lambda x: x * scale.a + read() if turned else x * read() + scale.a)
+
+    def call(a: float, b: float) -> None:
+        for _ in range(4):
+            assert program(x)[0].item() == a + b
+
+    call(1.0, 1.0)
+    scale.a = 6.0
+    change(6.0)
+    call(6.0, 6.0)
+    scale.a = 3.0
+    call(3.0, 6.0)
+    change(1.0)
+    call(3.0, 1.0)
+    assert program.replays >= 4
+
+
+@pytest.mark.parametrize(
+    "second, values",
+    [
+        (lambda a: max(a, 0.5), [0.125, 0.25, 0.375, 0.125, 2.0, 3.0, 0.25]),
+        (lambda a: min(a, 0.5), [1.0, 2.0, 3.0, 4.0, 0.25, 0.125, 5.0]),
+        (abs, [1.0, -1.0, 1.0, -1.0, 3.0, 4.0, -5.0]),
+        (lambda a: a * a, [1.0, -1.0, 1.0, -1.0, 3.0]),
+        (lambda a: 2.0 if a > 1 else a, [0.5, 2.0, 3.0, 4.0, 0.25]),
+    ],
+    ids=["max", "min", "abs", "square", "branch"],
+)
+@pytest.mark.parametrize("argument", [False, True])
+def test_what_was_the_same_twice_is_not_fixed(
+    x: torch.Tensor, second: Callable[[float], float], values: list[float], argument: bool
+) -> None:
+    """A rate with a bound is at its bound at first."""
+    scale = SimpleNamespace(a=0.0)
+    program = dr.program(
+        lambda x, a=None: x * (scale.a if a is None else a) + second(scale.a if a is None else a)
+    )
+    for a in values:
+        scale.a = a
+        assert (program(x, a) if argument else program(x))[0].item() == a + second(a)
+    assert program.replays
+
+
+def test_a_float_that_is_alone_follows_what_another_one_was(x: torch.Tensor) -> None:
+    """A product has changed, and so may one of its factors later, which is a number of its own."""
+    scale = SimpleNamespace(a=1.0, b=2.0)
+    program = dr.program(lambda x: x * (scale.a * scale.b) + scale.b)
+    for a, b in [(1.0, 2.0), (3.0, 2.0), (5.0, 2.0), (5.0, 7.0), (4.0, 7.0), (4.0, 1.0)]:
+        scale.a, scale.b = a, b
+        assert program(x)[0].item() == a * b + b
+
+
+@pytest.mark.parametrize("first", [0, 20, 40])
+def test_random_functions_of_floats_are_equal_to_the_plain_ones(session: object, first: int) -> None:
+    replays = sum(compare_numbers(seed, 20).replays for seed in range(first, first + 20))
+    assert replays >= 100
+
+
+@pytest.mark.slow(reason="600 functions of 24 calls each")
+def test_many_random_functions_of_floats_are_equal_to_the_plain_ones(session: object) -> None:
+    for seed in range(1000, 1600):
+        compare_numbers(seed, 24)

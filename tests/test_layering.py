@@ -66,6 +66,8 @@ OUTSIDE = {
         "distruntime.guards.anchors",
         # It knows the type of a weak reference that a function of the user's calls.
         "distruntime.guards.functions",
+        # It tells whether an object that was read is the one that was read before.
+        "distruntime.guards.marks",
         # It refers to generators.
         "distruntime.programs.garbage",
         "distruntime.session.places",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from ..log.issue import Noted, Streams
@@ -52,6 +53,13 @@ _FUNCTIONS = (
 )
 # These operators have an offset among their constants, which counts from the begin of a memory.
 _PLACED = ("aten::as_strided", "aten::set_")
+# By a float of theirs, torch has decided here how large something is, or which operators there are:
+# `arange(a)`, `interpolate(scale_factor=a)`, `dropout(a)`, `norm(a)`. Nobody knows other packages' operators.
+# (All of torch 2.13's that take a float and are made of others were looked through.)
+_DECIDES = re.compile(
+    r"aten::(arange|range|_?upsample|native_dropout|bernoulli|rrelu|_?cdist|_pdist|norm\.|linalg_vector_norm|"
+    r"\w*attention)|(?!aten::|distruntime::)"
+).match
 
 
 class _Recorder:
@@ -150,10 +158,12 @@ class _Recorder:
         if str(name).startswith(_PLACED):
             found.placed[word] = str(name)
         kinds = [*_operands(args), *(kind for value in kwargs.values() for kind in _operands(value))]  # type: ignore[attr-defined]
-        count = len(kinds)
+        count, floats = len(kinds), len(found.floats)
         operands = [
             self._name(value, kind, line) for kind, value in zip(kinds, words[at + 1 : at + 1 + count])
         ]
+        if _DECIDES(str(name)):
+            found.deciding.update(dict.fromkeys(range(floats, len(found.floats)), str(name)))
         rest, kin = words[at + 1 + count :], None
         makes: list[int] = []
         if results == KIN:

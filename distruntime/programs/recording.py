@@ -86,6 +86,8 @@ class Recording:
     lines: list[Line | None] = field(default_factory=list)
     acts: list[Part | Crossed] = field(default_factory=list)
     floats: list[float] = field(default_factory=list)
+    # By these, torch has decided something: each has the name of its operator.
+    deciding: dict[int, str] = field(default_factory=dict)
     # The number of each value that was made, by its ref, and the instruction that made it.
     made: dict[int, int] = field(default_factory=dict)
     makers: list[int] = field(default_factory=list)

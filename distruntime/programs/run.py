@@ -70,6 +70,13 @@ class Run:
         if found:
             return found
         numbers = self.recording.floats, other.recording.floats
+        decides = next((k for k in other.recording.deciding if not same(numbers[0][k], numbers[1][k])), -1)
+        if decides >= 0:
+            return (
+                f"a number changes from {numbers[0][decides]!r} to {numbers[1][decides]!r}, and what "
+                f"{other.recording.deciding[decides]} does here may depend on it\n"
+                f"  issued at {other.recording.line_of_float(decides)}"
+            )
         following, odd = explained(*numbers, self.terms, other.terms)
         if odd >= 0:
             line = other.recording.line_of_float(odd)

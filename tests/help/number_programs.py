@@ -31,7 +31,8 @@ _FORMS = (
 )
 _LINES = (
     *("x * {}", "x + {}", "y - x * {}", "torch.add(x, y, alpha={})", "torch.clamp(x, max={})"),
-    "torch.where(x > {}, x, y)",
+    *("torch.where(x > {}, x, y)", "x + torch.norm(y, p=abs({}) + 1)"),
+    "x + torch.arange(0, abs({}) % 5 + 1, device=x.device).numel()",
 )
 
 

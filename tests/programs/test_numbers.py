@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import distruntime as dr
 from agree import REMOTE
@@ -104,6 +106,48 @@ def test_a_float_that_is_alone_follows_what_another_one_was(x: torch.Tensor) -> 
     for a, b in [(1.0, 2.0), (3.0, 2.0), (5.0, 2.0), (5.0, 7.0), (4.0, 7.0), (4.0, 1.0)]:
         scale.a, scale.b = a, b
         assert program(x)[0].item() == a * b + b
+
+
+def _sized(x: torch.Tensor, a: float) -> torch.Tensor:
+    y = torch.arange(0, a, device=REMOTE)
+    return (y + 1).sum() * y.numel()
+
+
+def _scaled(x: torch.Tensor, a: float) -> torch.Tensor:
+    y = F.interpolate(x.reshape(1, 1, 3), scale_factor=a)
+    return y.sum() / y.shape[-1] + y.numel()
+
+
+def _dropped(x: torch.Tensor, a: float) -> torch.Tensor:
+    # Where nothing is dropped, nothing is drawn either.
+    return F.dropout(x, a / 8) + torch.rand(3, device=REMOTE)
+
+
+def _normed(x: torch.Tensor, a: float) -> torch.Tensor:
+    y = x.detach().mul(2).requires_grad_()
+    return torch.autograd.grad(torch.norm(y, p=a), y)[0]
+
+
+@pytest.mark.parametrize("step", [_sized, _scaled, _dropped, _normed])
+@pytest.mark.parametrize("values", [(2.5, 2.6, 2.7, 3.5, 5.5, 0.0, 0.0), (1.0, 3.0, 4.0, 2.0, 1.0, 2.0, 2.0)])
+def test_a_float_by_which_torch_decides_something_is_fixed(
+    x: torch.Tensor, step: Callable[[torch.Tensor, float], torch.Tensor], values: tuple[float, ...]
+) -> None:
+    """It decides that here: how large something is, or by which operators."""
+    if step in (_scaled, _normed):
+        values = tuple(value + 1 for value in values)
+    state = SimpleNamespace(a=0.0)
+    program = dr.program(lambda x: step(x, state.a))
+    dr.manual_seed(3)
+    plain = [step(x, a).tolist() for a in values]
+    dr.manual_seed(3)
+    found = []
+    with warnings.catch_warnings():
+        # Recordings are in vain where each call has another float.
+        warnings.simplefilter("ignore", UserWarning)
+        for state.a in values:
+            found.append(program(x).tolist())
+    assert found == plain
 
 
 @pytest.mark.parametrize("first", [0, 20, 40])

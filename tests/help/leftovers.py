@@ -36,7 +36,13 @@ class Leftovers:
         self._shared = set(_segments())
         # Workers at a port of this machine ask for a key, and the first of them makes it there. So the user's
         # home gets none, and may be one that cannot be written.
-        own = {"TMPDIR": "", "DISTRUNTIME_STATE": "state", "XDG_CONFIG_HOME": "config"}
+        # IPython takes a temporary folder where it finds no home, and leaves that.
+        own = {
+            "TMPDIR": "",
+            "DISTRUNTIME_STATE": "state",
+            "XDG_CONFIG_HOME": "config",
+            "IPYTHONDIR": "ipython",
+        }
         self._before = {name: os.environ.get(name) for name in own}
         os.environ.update({name: str(self.folder / inside) for name, inside in own.items()})
         tempfile.tempdir = None
@@ -69,7 +75,7 @@ class Leftovers:
 
     def _folders(self) -> Iterator[str]:
         for path in sorted(self.folder.iterdir()):
-            kept = (self.tests, self.folder / "state", self.folder / "config")
+            kept = (self.tests, *(self.folder / name for name in ("state", "config", "ipython")))
             if path not in kept and not path.name.startswith(_OTHERS):
                 inside = ", ".join(sorted(os.listdir(path))[:5]) if path.is_dir() else ""
                 yield f"{'the folder' if path.is_dir() else 'the file'} {path.name} ({inside})"

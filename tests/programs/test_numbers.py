@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import distruntime as dr
 from agree import REMOTE
@@ -148,6 +150,49 @@ def test_a_float_by_which_torch_decides_something_is_fixed(
         for state.a in values:
             found.append(program(x).tolist())
     assert found == plain
+
+
+_OF_LAYERS: list[tuple[nn.Module, str]] = [
+    *((nn.LeakyReLU(), "negative_slope"), (nn.ELU(), "alpha"), (nn.CELU(), "alpha"), (nn.Softplus(), "beta")),
+    *((nn.Hardtanh(), "max_val"), (nn.Threshold(0.1, 0.2), "threshold"), (nn.Hardshrink(), "lambd")),
+    *((nn.BatchNorm1d(4), "momentum"), (nn.BatchNorm1d(4), "eps"), (nn.LayerNorm(6), "eps")),
+    *((nn.RMSNorm(6), "eps"), (nn.GroupNorm(2, 4), "eps"), (nn.Upsample(scale_factor=2.0), "scale_factor")),
+    *(
+        (nn.LPPool1d(2.0, 2), "norm_type"),
+        (nn.Dropout(), "p"),
+        (nn.Dropout1d(), "p"),
+        (nn.AlphaDropout(), "p"),
+    ),
+    (nn.RReLU(0.0, 0.1), "upper"),
+]
+
+
+@pytest.mark.parametrize(
+    "layer, name", _OF_LAYERS, ids=[f"{type(layer).__name__}.{name}" for layer, name in _OF_LAYERS]
+)
+def test_a_float_of_a_layer_may_change(session: object, layer: nn.Module, name: str) -> None:
+    x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0)).to(REMOTE)
+    before, found = getattr(layer, name), []
+    for replayed in (False, True):
+        model, scale = deepcopy(layer).to(REMOTE), nn.Parameter(torch.ones(1).to(REMOTE))
+        dr.manual_seed(5)
+
+        def step(
+            x: torch.Tensor, model: nn.Module = model, scale: nn.Parameter = scale
+        ) -> tuple[torch.Tensor, ...]:
+            y = (model(x * scale) ** 2).sum() + torch.rand(1, device=REMOTE).sum()
+            return y, torch.autograd.grad(y, scale)[0], *(b.clone() for b in model.buffers())
+
+        call: Callable[[torch.Tensor], tuple[torch.Tensor, ...]] = dr.program(step) if replayed else step
+        mine = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            for value in (before, before, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 0.5, 0.25):
+                setattr(model, name, value)
+                mine.append([one.detach() for one in call(x)])
+        found.append(dr.fetch(mine))
+    for plain, other in zip(*found, strict=True):
+        assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(plain, other, strict=True))
 
 
 @pytest.mark.parametrize("first", [0, 20, 40])

@@ -53,9 +53,9 @@ _FUNCTIONS = (
 )
 # These operators have an offset among their constants, which counts from the begin of a memory.
 _PLACED = ("aten::as_strided", "aten::set_")
-# By a float of theirs, torch has decided here how large something is, or which operators there are:
-# `arange(a)`, `interpolate(scale_factor=a)`, `dropout(a)`, `norm(a)`. Nobody knows other packages' operators.
-# (All of torch 2.13's that take a float and are made of others were looked through.)
+# By a float of these, torch has decided something here: how large a result is, or by which operators it
+# comes about. Nobody knows what operators of other packages decide. The list comes from a look through all
+# operators of torch 2.13 that take a float and are made of others.
 _DECIDES = re.compile(
     r"aten::(arange|range|_?upsample|native_dropout|bernoulli|rrelu|_?cdist|_pdist|norm\.|linalg_vector_norm|"
     r"\w*attention)|(?!aten::|distruntime::)"

@@ -67,8 +67,9 @@ def _mark(value: object) -> object:
         return value
     if isinstance(value, tuple):
         return tuple(map(_mark, value))
-    if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor:
-        return TENSOR
+    if isinstance(value, torch.Tensor):
+        # torch swaps no tensor that has a weak reference.
+        return TENSOR if type(value) is not torch.Tensor else _Object(id(value), None)
     try:
         return _Object(id(value), weakref.ref(value))
     except TypeError:

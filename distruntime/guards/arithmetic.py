@@ -65,6 +65,8 @@ class Arithmetic:
         self.tuples: dict[int, Key] = {}
         self.steps = steps
         self._terms: dict[int, Term] = {}
+        # These floats may have come from where no term says: a literal, a default, an item of a list.
+        self._literals: set[int] = set()
         # An id is a float's own as long as the float lives.
         self._held: list[object] = []
         for number, value in arguments.items():
@@ -72,6 +74,9 @@ class Arithmetic:
 
     def _know(self, value: object, term: Term) -> None:
         if type(value) is not float:
+            return
+        if id(value) in self._literals:
+            self._pin(term, value)
             return
         known = self._terms.get(id(value))
         if known is not None and known != term:
@@ -81,13 +86,33 @@ class Arithmetic:
         self.values.setdefault(term, value)
         self._held.append(value)
 
+    def literals(self, values: Iterable[object]) -> None:
+        """Note floats that may be computed with by themselves.
+
+        Python keeps equal literals of a module as one object. So `rate = 0.5` outside may be the 0.5 of a
+        function. Whoever computes with that object may mean either, so it has no term, and must stay.
+        """
+        for value in values:
+            if isinstance(value, (tuple, frozenset)):
+                self.literals(value)
+            elif type(value) is float and id(value) not in self._literals:
+                self._literals.add(id(value))
+                self._held.append(value)
+                term = self._terms.pop(id(value), None)
+                if term is not None:
+                    self._pin(term, value)
+
     def read(self, key: Key, value: object) -> None:
-        """Note that a float, or a tuple with floats, was read somewhere."""
+        """Note that a float, or a tuple or list with floats, was read somewhere."""
         if type(value) is float:
             self._know(value, ("read", key, None))
+        elif isinstance(value, list):
+            self.literals(value)
         elif isinstance(value, tuple) and any(type(one) is float for one in value):
             self.tuples[id(value)] = key
             self._held.append(value)
+            # Some functions take a tuple as a whole.
+            self.element(value, None)
 
     def element(self, owner: object, index: object) -> None:
         """Note that one element of a tuple was read, or all of them if `index` is None."""
@@ -131,6 +156,7 @@ class Arithmetic:
     def settle(self) -> None:
         """Let go of all that only a call that runs needs."""
         self._terms.clear()
+        self._literals.clear()
         self.tuples.clear()
         self._held.clear()
 
@@ -162,8 +188,11 @@ class Arithmetic:
         """Note that a float went where nobody can follow it: it must be what it was."""
         term = self.term(value)
         if term is not None:
-            self.decisions[repr, term] = repr(value)
-            self._held.append(value)
+            self._pin(term, value)
+
+    def _pin(self, term: Term, value: object) -> None:
+        self.decisions[repr, term] = repr(value)
+        self._held.append(value)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ class Notes:
         if (id(value), "attribute", "__code__") not in self.found:
             for name in ("__code__", "__defaults__", "__kwdefaults__"):
                 self.note(f"{value.__name__}.{name}", "attribute", value, name, getattr(value, name))
+            self.numbers.literals(value.__defaults__ or ())
             for key, default in (value.__kwdefaults__ or {}).items():
                 path = f"{value.__name__}.__kwdefaults__[{key!r}]"
                 self.note(path, "item", value.__kwdefaults__, key, default)

@@ -71,6 +71,7 @@ class Reads:
         """Note that a frame begins to run, or goes on."""
         if recorded.aside:
             return
+        self.notes.numbers.literals(frame.f_code.co_consts)
         place = operands.place(frame)
         if not resumed:
             self._begun.add(place)

@@ -82,7 +82,7 @@ def test_what_changes_with_a_float_does_not_follow_it(
         (lambda a: min(a, 0.5), [1.0, 2.0, 3.0, 4.0, 0.25, 0.125, 5.0]),
         (abs, [1.0, -1.0, 1.0, -1.0, 3.0, 4.0, -5.0]),
         (lambda a: a * a, [1.0, -1.0, 1.0, -1.0, 3.0]),
-        (lambda a: 2.0 if a > 1 else a, [0.5, 2.0, 3.0, 4.0, 0.25]),
+        (lambda a: 2.0 if a > 1 else a, [0.5, 2.0, 3.0, 4.0, 5.0, 6.0, 0.25]),
     ],
     ids=["max", "min", "abs", "square", "branch"],
 )
@@ -193,6 +193,39 @@ def test_a_float_of_a_layer_may_change(session: object, layer: nn.Module, name: 
         found.append(dr.fetch(mine))
     for plain, other in zip(*found, strict=True):
         assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(plain, other, strict=True))
+
+
+def _half(value: float) -> float:
+    return value * 0.5
+
+
+def _by_default(value: float, factor: float = 0.5) -> float:
+    return value * factor
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x, s: x * s.a + _half(s.b),
+        lambda x, s: x * s.a + _by_default(s.b),
+        lambda x, s: x * s.a + sum(value * s.b for value in s.several),
+        lambda x, s: x * s.a + max(s.pair) * s.b,
+        lambda x, s: x * (max(s.a, 0.5) + s.b) + s.b * 0.5,
+    ],
+    ids=["literal", "default", "list", "tuple", "bound"],
+)
+def test_a_float_that_is_the_object_of_a_literal(
+    x: torch.Tensor, step: Callable[[torch.Tensor, SimpleNamespace], torch.Tensor]
+) -> None:
+    """Python keeps equal literals of a module as one object."""
+    state = SimpleNamespace(a=0.5, b=3.0, several=[0.5, 7.0], pair=(0.5, 0.25))
+    program = dr.program(lambda x: step(x, state))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for a, b in [(0.5, 3), (0.5, 3), (0.5, 4), (0.5, 5), (2, 6), (3, 6), (4, 6), (4, 8), (5, 9)]:
+            # An object that was not made from a literal is another one.
+            state.a, state.b = state.a if a == 0.5 else float(a), float(b)
+            assert program(x)[0].item() == step(x, state)[0].item()
 
 
 @pytest.mark.parametrize("first", [0, 20, 40])

@@ -235,6 +235,7 @@ def test_random_functions_of_floats_are_equal_to_the_plain_ones(session: object,
 
 
 @pytest.mark.slow(reason="600 functions of 24 calls each")
+@pytest.mark.timeout(900)
 def test_many_random_functions_of_floats_are_equal_to_the_plain_ones(session: object) -> None:
     for seed in range(1000, 1600):
         compare_numbers(seed, 24)

@@ -249,12 +249,7 @@ def unmoved(
     """
     follows = {word for number in numbers for word in number.words}
     fixed = {repr(value) for word, value in enumerate(floats) if word not in follows}
-    free = leaves_of(term for number in numbers for term in number.terms)
-    return {
-        (repr, term): shown
-        for term, value in terms.items()
-        if (shown := repr(value)) in fixed and not free.isdisjoint(leaves_of([term]))
-    }
+    return {(repr, term): shown for term, value in terms.items() if (shown := repr(value)) in fixed}
 
 
 def numbers_of(

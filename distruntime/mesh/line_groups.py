@@ -22,7 +22,6 @@ from .varying import numbers
 
 # So many groups of meshes that nobody holds stay open, for a mesh of these members that comes again.
 _MOST_GROUPS = 128
-_opened = count().__next__
 
 
 class Lines:
@@ -46,7 +45,6 @@ class Lines:
         homes = [session.places.residence(place, numbered=False) for place in mesh_log.members]
         groups = groups_of(session)
         self.groups = []
-        self.opened = _opened()
         _let_go(session)
         try:
             for row in rows:
@@ -95,7 +93,8 @@ def _let_go(session: Session) -> None:
         if isinstance(lines, Lines)
     ]
     number = sum(len(lines.rows) for lines, _, _ in unused)
-    for lines, mesh_log, key in sorted(unused, key=lambda row: row[0].opened):
+    # Groups are numbered as they are opened.
+    for lines, mesh_log, key in sorted(unused, key=lambda row: row[0].groups[0].number):
         if number <= _MOST_GROUPS:
             break
         number -= len(lines.rows)

@@ -54,8 +54,7 @@ def test_many_sets_of_places_keep_few_threads(
         values = at(list(places))
         dr.all_reduce(values)
         assert [t[1].item() for t in values] == [{2: 3.0, 3: 6.0}[len(places)]] * len(places)
-    groups = active_session().groups
-    assert isinstance(groups, group_module.Groups)
+    groups = group_module.groups_of(active_session())
     assert len(groups._by_places) == 8
     # A worker closes what it has been told to, and its threads end a little later.
     most = 8 * PER_GROUP * 2 + 8
@@ -68,8 +67,7 @@ def test_many_sets_of_places_keep_few_threads(
 
 @pytest.mark.parametrize("cycle", [False, True])
 def test_a_dropped_group_completes_what_was_issued(session: object, cycle: bool) -> None:
-    groups = active_session().groups
-    assert isinstance(groups, group_module.Groups)
+    groups = group_module.groups_of(active_session())
     group, side = dr.new_group([0, 1]), dr.Stream(0)
     number, values = group.number, [there(torch.full((3,), float(k + 1)), k) for k in range(2)]
     with blocked(side):
@@ -101,8 +99,7 @@ def test_groups_that_are_dropped_leave_no_threads(session: object) -> None:
 
 def test_a_dropped_group_is_closed_by_the_next_synchronize(session: object) -> None:
     """No group has to be opened for that."""
-    groups = active_session().groups
-    assert isinstance(groups, group_module.Groups)
+    groups = group_module.groups_of(active_session())
     group = dr.new_group([0, 1])
     number, values = group.number, [there(torch.full((3,), float(k + 1)), k) for k in range(2)]
     dr.all_reduce(values, group=group)
@@ -119,8 +116,7 @@ def test_pairs_of_copies_are_few_and_their_copies_complete(
 ) -> None:
     monkeypatch.setattr(group_module, "_MOST_SETS", 1)
     fresh_session(world_size=4)
-    groups = active_session().groups
-    assert isinstance(groups, group_module.Groups)
+    groups = group_module.groups_of(active_session())
     values, side = [there(torch.full((3,), float(k)), k) for k in range(4)], dr.Stream(0)
     pairs = [(a, b) for a in range(4) for b in range(4) if a != b]
     with blocked(side):
@@ -152,8 +148,7 @@ def test_pairs_of_copies_are_few_and_their_copies_complete(
 
 def test_a_group_that_is_held_outlives_its_set(session: object) -> None:
     """A group that somebody holds is not closed when its set falls out."""
-    groups = active_session().groups
-    assert isinstance(groups, group_module.Groups)
+    groups = group_module.groups_of(active_session())
     values = [there(torch.ones(2), node) for node in range(2)]
     dr.all_reduce(values)
     held = groups.of_places((values[0].place, values[1].place))
@@ -168,8 +163,7 @@ def test_groups_of_meshes_that_nobody_holds_are_few(
 ) -> None:
     monkeypatch.setattr(line_groups, "_MOST_GROUPS", 2)
     fresh_session(world_size=4)
-    groups = active_session().groups
-    assert isinstance(groups, group_module.Groups)
+    groups = group_module.groups_of(active_session())
 
     def summed(a: int, b: int) -> tuple[list[int], float]:
         mesh = dr.init_device_mesh([a, b], (2,))

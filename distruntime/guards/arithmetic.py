@@ -61,8 +61,6 @@ class Arithmetic:
         self.values: dict[Term, float] = {}
         # What was decided by floats, and how.
         self.decisions: dict[Term, object] = {}
-        # Where a tuple was read, by its id.
-        self.tuples: dict[int, Key] = {}
         self.steps = steps
         self._terms: dict[int, Term] = {}
         # These floats may have come from where no term says: a literal, a default, an item of a list.
@@ -108,20 +106,10 @@ class Arithmetic:
             self._know(value, ("read", key, None))
         elif isinstance(value, list):
             self.literals(value)
-        elif isinstance(value, tuple) and any(type(one) is float for one in value):
-            self.tuples[id(value)] = key
-            self._held.append(value)
+        elif isinstance(value, tuple):
             # Some functions take a tuple as a whole.
-            self.element(value, None)
-
-    def element(self, owner: object, index: object) -> None:
-        """Note that one element of a tuple was read, or all of them if `index` is None."""
-        key = self.tuples.get(id(owner))
-        if key is not None:
-            assert isinstance(owner, tuple)
-            for k in range(len(owner)) if index is None else [index]:
-                if isinstance(k, int) and -len(owner) <= k < len(owner):
-                    self._know(owner[k], ("read", key, k % len(owner)))
+            for k, one in enumerate(value):
+                self._know(one, ("read", key, k))
 
     def item(self, tensor: object, value: object) -> None:
         """Note that the value of a tensor that counts an optimizer's steps was read."""
@@ -157,7 +145,6 @@ class Arithmetic:
         """Let go of all that only a call that runs needs."""
         self._terms.clear()
         self._literals.clear()
-        self.tuples.clear()
         self._held.clear()
 
     def keep(self, reads: Container[Key]) -> None:

@@ -52,7 +52,6 @@ class Contents:
         kind = type(owner)
         self._notes.numbers.pin(key)
         if kind in FIXED:
-            self._notes.numbers.element(owner, key)
             return
         if isinstance(owner, types.MappingProxyType):
             owner = gc.get_referents(owner)[0]

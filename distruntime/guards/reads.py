@@ -144,9 +144,7 @@ class Reads:
             self._contents.whole(owner, frame)
 
     def _iterate(self, frame: types.FrameType, one: Reading) -> None:
-        owner = operands.operand(frame, one.depth)
-        self.notes.numbers.element(owner, None)
-        self._contents.whole(owner, frame)
+        self._contents.whole(operands.operand(frame, one.depth), frame)
 
     def _both(self, frame: types.FrameType, one: Reading) -> None:
         right, left = operands.operand(frame, one.depth), operands.operand(frame, one.depth, 1)

@@ -66,31 +66,9 @@ class Run:
 
     def difference(self, other: Run) -> str:
         """Say how another call did something else, or return nothing."""
-        found = difference(self.recording, other.recording)
+        found = difference(self.recording, other.recording) or self._number_differs(other)
         if found:
             return found
-        numbers = self.recording.floats, other.recording.floats
-        decides = next((k for k in other.recording.deciding if not same(numbers[0][k], numbers[1][k])), -1)
-        if decides >= 0:
-            return (
-                f"a number changes from {numbers[0][decides]!r} to {numbers[1][decides]!r}, and what "
-                f"{other.recording.deciding[decides]} does here may depend on it\n"
-                f"  issued at {other.recording.line_of_float(decides)}"
-            )
-        following, odd = explained(*numbers, self.terms, other.terms)
-        if odd >= 0:
-            line = other.recording.line_of_float(odd)
-            return (
-                f"a number changes from {numbers[0][odd]!r} to {numbers[1][odd]!r}, and follows no float "
-                f"that was found\n  issued at {line}\n  pass it as an argument, or as a tensor"
-            )
-        if following and (too := self._changes_besides(other)):
-            word = following[0].words[0]
-            line = other.recording.line_of_float(word)
-            return (
-                f"a number changes from {numbers[0][word]!r} to {numbers[1][word]!r}, and {too}, so nobody "
-                f"knows what it follows\n  issued at {line}"
-            )
         if self.steps.keys() != other.steps.keys():
             return "an optimizer counts other steps"
         if self.state != other.state:
@@ -103,6 +81,25 @@ class Run:
             return f"the shape or the layout of {odd_specs[0]} changes"
         odd_values = [name for name, follows in self._follows(other) if follows is None]
         return "a value begins elsewhere in its memory, and follows no argument" if odd_values else ""
+
+    def _number_differs(self, other: Run) -> str:
+        """Say which number of another call nobody can follow, or return nothing."""
+        before, after = self.recording.floats, other.recording.floats
+        deciding, remedy = other.recording.deciding, ""
+        following, odd = explained(before, after, self.terms, other.terms)
+        decides = next((k for k in deciding if not same(before[k], after[k])), -1)
+        if decides >= 0:
+            word, why = decides, f"what {deciding[decides]} does here may depend on it"
+        elif odd >= 0:
+            word, why = odd, "follows no float that was found"
+            remedy = "\n  pass it as an argument, or as a tensor"
+        elif following and (too := self._changes_besides(other)):
+            word, why = following[0].words[0], f"{too}, so nobody knows what it follows"
+        else:
+            return ""
+        line = other.recording.line_of_float(word)
+        how = f"a number changes from {before[word]!r} to {after[word]!r}, and {why}"
+        return f"{how}\n  issued at {line}{remedy}"
 
     def _changes_besides(self, other: Run) -> str:
         """Say what another call has read or decided otherwise, besides floats, or return nothing."""

@@ -100,8 +100,10 @@ class Requests:
         self._open: dict[int, Request[object]] = {}
         # This has the one thread that reads the socket, under _READER.
         self._reader: dict[str, int] = {}
-        # The lock of a Condition is re-entrant.
-        self._arrived = threading.Condition()
+        # It is re-entrant. Who waits enters the lock and not the Condition: that is entered in Python, and a
+        # Ctrl-C there would leave the lock taken for ever.
+        self._lock = threading.RLock()
+        self._arrived = threading.Condition(self._lock)
         self._followers = 0
         self.announcer = Announcer()
         self.output = Output(self.announcer.clear)
@@ -203,7 +205,7 @@ class Requests:
             if not again and _READER in self._reader and self._reader[_READER] == me:
                 del self._reader[_READER]
                 if self._followers:
-                    with self._arrived:
+                    with self._lock:
                         self._arrived.notify_all()
 
     def wait(
@@ -248,7 +250,7 @@ class Requests:
         if limit <= 0:
             return False
         if not self._read_alone(read, limit, ready):
-            with self._arrived:
+            with self._lock:
                 self._followers += 1
                 try:
                     if not ready():

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import distruntime as dr
 from agree import REMOTE
 from distruntime.session.session import active_session
 from distruntime.wire.keys import KeyPair
+from distruntime_worker.python.alarms import alarms
 from distruntime_worker.python.running import Around, Interrupted, Running, Why
 from processes import STARTING, ListeningWorker, until
 
@@ -144,9 +146,8 @@ def body(calls: list[int]) -> int:
     return len(calls)
 
 
-@pytest.mark.slow(reason="interrupts for 5 s")
-def test_no_interrupt_strikes_outside_of_its_call() -> None:
-    around = Around(lambda message: None, lambda thread: None, lambda: True)
+def strike_calls(around: Around, run: Callable[[Running], object], interrupts: int) -> tuple[int, int]:
+    """Run calls, and interrupt each somewhere: count those that were interrupted, and what ran after each."""
     current: list[Running] = []
     ended = threading.Event()
 
@@ -164,14 +165,14 @@ def test_no_interrupt_strikes_outside_of_its_call() -> None:
     thread.start()
     try:
         limit = time.monotonic() + 60
-        while (interrupted < 300 or outside < 1000) and time.monotonic() < limit:
+        while (interrupted < interrupts or outside < 2 * interrupts) and time.monotonic() < limit:
             # As in `Calls._run`.
             call = around.call("f", None)
             current[:] = [call]
             try:
                 try:
                     call.begin()
-                    body([])
+                    run(call)
                 finally:
                     call.finish()
             except Interrupted:
@@ -184,7 +185,50 @@ def test_no_interrupt_strikes_outside_of_its_call() -> None:
         thread.join()
         sys.setswitchinterval(before)
         around.close()
-    assert interrupted >= 300 and outside >= 1000
+    return interrupted, outside
+
+
+@pytest.mark.slow(reason="interrupts for 5 s")
+def test_no_interrupt_strikes_outside_of_its_call() -> None:
+    around = Around(lambda message: None, lambda thread: None, lambda: True)
+    interrupted, outside = strike_calls(around, lambda call: body([]), 500)
+    assert interrupted >= 500 and outside >= 1000
+
+
+def test_an_interrupt_leaves_no_lock_taken_where_a_function_prints() -> None:
+    """It once struck where the worker entered a `Condition`: then all of its sessions waited, for ever."""
+    sent: list[Any] = []
+    around = Around(lambda message: sent.append(message), lambda thread: None, lambda: True)
+
+    def prints(call: Running) -> None:
+        for k in range(3):
+            call.write("stdout", f"{k}")
+            call.patient()
+
+    interrupted, outside = strike_calls(around, prints, 600)
+    assert interrupted >= 600 and outside >= 1200 and sent
+    rung = threading.Event()
+    # In a thread of its own, since a lock that stayed taken would block for ever.
+    threading.Thread(target=lambda: alarms.after(0.0, rung.set), daemon=True).start()
+    assert rung.wait(30)
+
+
+def test_an_interrupt_strikes_when_our_own_code_is_over() -> None:
+    around = Around(lambda message: None, lambda thread: None, lambda: True)
+    call = around.call("f", None)
+    call.begin()
+    ran: list[str] = []
+
+    def ours() -> None:
+        call.interrupt(Why())
+        ran.append("ours")
+
+    with pytest.raises(Interrupted):
+        call.unstruck(ours)
+        ran.append("the user's")
+    call.finish()
+    around.close()
+    assert ran == ["ours"]
 
 
 def test_what_was_sent_too_late_is_taken_back() -> None:
@@ -212,21 +256,32 @@ def test_what_was_sent_too_late_is_taken_back() -> None:
 def test_a_function_that_cannot_be_interrupted_is_told_of(
     session: object, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """It sleeps in C, which no exception of Python's reaches."""
+    """It waits in C, which no exception of Python's reaches."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
 
-    def stuck(begun: Path, pid: int) -> None:
+    def stuck(begun: Path, pipe: bytes) -> None:
         from distruntime_worker.python import running
 
         running._STUCK = 0.05
         begun.touch()
-        ctypes.CDLL(None).usleep(500_000)
+        # It blocks until somebody writes.
+        ctypes.CDLL(None).open(pipe, os.O_RDONLY)
 
-    running = dr.remote(stuck, returns=object)(tmp_path / "begun", os.getpid(), node=1)
+    running = dr.remote(stuck, returns=object)(tmp_path / "begun", bytes(pipe), node=1)
     until((tmp_path / "begun").exists)
     dr.cancel(1)
+    told: list[str] = []
+
+    def is_told() -> bool:
+        told.append(capsys.readouterr().err)
+        return "has not ended" in "".join(told)
+
+    until(is_told)
+    os.close(os.open(pipe, os.O_WRONLY))
     cancelled(running)
     dr.fetch(dr.remote(_patient)(node=1))
-    err = capsys.readouterr().err
+    err = "".join(told)
     assert "[node 1] " in err and "stuck was interrupted 0.05 s ago and has not ended" in err
     assert "dr.restart(node, force=True)" in err
     assert torch.ones(1, device=REMOTE).item() == 1.0

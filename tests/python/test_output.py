@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import logging
 import sys
 import threading
 import time
-import timeit
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,8 +184,9 @@ def test_lines_are_gathered_and_the_last_comes_with_the_end() -> None:
 
 
 def test_a_call_that_prints_nothing_costs_little() -> None:
-    """Beside a call of an empty function: 0.6 us on a quiet machine."""
+    """It runs 4 functions of Python's, makes one object, and takes the session's lock twice."""
     here = around([])
+    ran: list[str] = []
 
     def stood_around() -> None:
         call = here.call("f", None)
@@ -196,14 +195,18 @@ def test_a_call_that_prints_nothing_costs_little() -> None:
         finally:
             call.finish()
 
-    gc.disable()
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            ran.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
     try:
-        best = min(timeit.repeat(stood_around, number=2000, repeat=20)) / 2000
-        unit = min(timeit.repeat(lambda: sorted((3, 1, 2)), number=2000, repeat=20)) / 2000
+        stood_around()
     finally:
-        gc.enable()
+        sys.setprofile(before)
         here.close()
-    assert best < 20 * unit, f"{best * 1e6:.2f} us, where sorting three numbers takes {unit * 1e6:.2f} us"
+    assert ran == ["stood_around", "__init__", "begin", "_leave", "finish"], ran
 
 
 def test_alarms_that_are_called_off_are_forgotten() -> None:

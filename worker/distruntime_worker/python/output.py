@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import TextIO
 
 from ..log.watching import hear_others
 from .prompt import install_prompt
-from .running import current, install_exit
+from .running import current, here, install_exit
 
 # The worker's own records are for its own log.
 _OURS = ("distruntime",)
@@ -52,6 +54,11 @@ class _Records(logging.Handler):
             self.handleError(record)
 
 
+def _handle(own: Callable[[logging.LogRecord], bool], record: logging.LogRecord) -> bool:
+    call = here.call
+    return own(record) if call is None else call.unstruck(lambda: own(record))
+
+
 def _warn(kind: str, text: str) -> bool:
     call = current()
     return call is not None and call.warn(kind, text)
@@ -62,7 +69,11 @@ def install_around() -> None:
     for kind in ("stdout", "stderr"):
         if not isinstance(getattr(sys, kind), Routed):
             setattr(sys, kind, Routed(kind, getattr(sys, kind)))
-    logging.getLogger().addHandler(_Records())
+    root = logging.getLogger()
+    root.addHandler(_Records())
+    for handler in root.handlers:
+        # A function takes this process's own handlers, too, and a worker that logs waits for their locks.
+        handler.handle = partial(_handle, handler.handle)  # type: ignore[method-assign]
     hear_others[:] = [_warn]
     install_prompt()
     install_exit()

@@ -2,7 +2,8 @@
 
 A function is interrupted by an exception that Python raises in its thread before the next bytecode.
 Invariant: it is raised inside the user's call only. `finish` closes that window: under `gate` it marks the
-call as over, and takes back what was sent and has not been raised.
+call as over, and takes back what was sent and has not been raised. Where the user's call comes back to the
+worker's own code (it prints, it warns), `unstruck` keeps an interrupt for the end of that code.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 from distruntime.errors import NodeFailed, RemoteError, StreamCancelled
 from distruntime.wire.messages import Goodbye, Message, Printed, Typed, Warned
@@ -28,6 +29,7 @@ from .alarms import Alarm, alarms
 from .forked import end_child
 
 log = logging.getLogger("distruntime.worker")
+T = TypeVar("T")
 
 # A function that has not ended so many seconds after it was interrupted is told of.
 _STUCK = 5.0
@@ -211,6 +213,8 @@ class Running:
     typed: Callable[[str | None], None] | None = None
     # Its thread is traced.
     debugged = False
+    # Its thread is in code of ours, and was interrupted there.
+    _ours, _owed = True, False
     _alarm: Alarm | None = None
     _at: tuple[int, int] | None = None
     _writing: threading.Lock | None = None
@@ -222,17 +226,20 @@ class Running:
 
     def begin(self) -> None:
         """Note that the call runs, in this thread; raise `StreamCancelled` if it is not to run."""
-        here.call = self
-        _running[self] = None
-        if self.timeout is not None:
-            self._alarm = alarms.after(self.timeout, partial(self.interrupt, Why(self.timeout)))
-        # The reader adds to this before it looks at what runs.
-        if self.around.unwanted:
-            place = self.around.place(self.thread)
-            why = None if place is None else self.around.unwanted.pop(place.end, None)
-            if why is not None:
-                text = f"{self.name} was dropped by dr.cancel() before it ran"
-                raise NodeFailed(why.lost) if why.lost else StreamCancelled(text)
+        try:
+            here.call = self
+            _running[self] = None
+            if self.timeout is not None:
+                self._alarm = alarms.after(self.timeout, partial(self.interrupt, Why(self.timeout)))
+            # The reader adds to this before it looks at what runs.
+            if self.around.unwanted:
+                place = self.around.place(self.thread)
+                why = None if place is None else self.around.unwanted.pop(place.end, None)
+                if why is not None:
+                    text = f"{self.name} was dropped by dr.cancel() before it ran"
+                    raise NodeFailed(why.lost) if why.lost else StreamCancelled(text)
+        finally:
+            self._leave()
 
     def finish(self) -> None:
         """Note that the call is over. An interrupt may strike in here: then call it again."""
@@ -263,10 +270,37 @@ class Running:
                 if self._alarm is not None:
                     alarms.call_off(self._alarm)
                 self._alarm = alarms.after(_STUCK, self._tell_if_stuck)
-            if not self.polls:
+            if self._ours:
+                self._owed = True
+            elif not self.polls:
                 _set_exception(self.thread, Interrupted)
             if self.typed is not None:
                 self.typed(None)
+
+    def unstruck(self, act: Callable[[], T]) -> T:
+        """Run code of ours in this thread; what interrupts the call meanwhile strikes after it.
+
+        Otherwise it could strike between two bytecodes that take a lock, and nobody would ever let that go:
+        a `Condition` is entered in Python. Or it would lose a message that has its number already.
+        """
+        # What the function's own threads run is never struck.
+        if self._ours or get_ident() != self.thread:
+            return act()
+        try:
+            self._ours = True
+            # An interrupt that did not see this has been sent, and strikes before the next call.
+            with self.around.gate:
+                pass
+            return act()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        """Raise what was kept while the thread was in code of ours."""
+        with self.around.gate:
+            self._ours, owed, self._owed = False, self._owed, False
+        if owed and not self.polls:
+            raise Interrupted
 
     def poll(self) -> None:
         """Let nothing strike the call from now on: `look` tells of what interrupts it."""
@@ -286,24 +320,27 @@ class Running:
     def ask(self, text: str, typed: queue.SimpleQueue[str | None]) -> str | None:
         """Show a prompt at the master; return the line that is typed there, None at the end of the input."""
         if self._writing is not None:
-            self._soon()
+            self.unstruck(self._soon)
         self.typed = typed.put
         # What ends the call may have come before there was somebody to be told. The debugger catches an
         # interrupt, and asks again.
         if self.why is not None:
             return None
-        self.around.send(Printed(*self.at, "prompt", text))
+        self._say(Printed(*self.at, "prompt", text))
         try:
             return typed.get()
         finally:
             self.typed = None
             if self.why is not None:
-                self.around.send(Printed(*self.at, "prompt over", ""))
+                self._say(Printed(*self.at, "prompt over", ""))
+
+    def _say(self, message: Message) -> None:
+        self.unstruck(lambda: self.around.send(message))
 
     def patient(self) -> None:
         """Let the timeout not count any more: somebody debugs the call."""
         if self._alarm is not None:
-            alarms.call_off(self._alarm)
+            self.unstruck(partial(alarms.call_off, self._alarm))
 
     def _tell_if_stuck(self) -> None:
         if not self.over:
@@ -348,6 +385,9 @@ class Running:
 
     def write(self, kind: str, text: str) -> bool:
         """Have the master show a text, soon. Return False if nobody is there, or the call is over."""
+        return self.unstruck(partial(self._write, kind, text))
+
+    def _write(self, kind: str, text: str) -> bool:
         if self.over or not self.around.present:
             return False
         if self._writing is None:
@@ -414,7 +454,7 @@ class Running:
         heard = self._heard = self._heard or set()
         if (kind, text) not in heard and len(heard) < _MOST_WARNINGS:
             heard.add((kind, text))
-            self.around.send(Warned(*self.at, kind, text))
+            self._say(Warned(*self.at, kind, text))
         return True
 
 

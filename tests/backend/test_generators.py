@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import distruntime as dr
 from agree import REMOTE
+from processes import until
 
 
 def draws(device: str, generator: torch.Generator) -> list[torch.Tensor]:
@@ -180,18 +181,20 @@ def test_a_draw_waits_for_room_before_it_takes_the_lock(
     session: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator, node = torch.Generator(device="remote:0"), session.nodes[0]
-    torch.rand(2, device="remote:0", generator=generator)
+    x = torch.zeros(2, device="remote:0").uniform_(generator=generator)
+    # What the worker acknowledges ends that the node is busy: nothing is left for it to acknowledge.
+    session.synchronize(node)
+    until(lambda: not node.flights)
     waited: list[bool] = []
-    own = session.throttle
 
-    def throttle(log: object, why: str = "") -> None:
+    def throttle(log: object, why: str) -> None:
         waited.append(session.lock._is_owned())
-        own(log, why)
+        node.busy = False
 
     monkeypatch.setattr(session, "throttle", throttle)
     node.busy = True
     try:
-        torch.rand(2, device="remote:0", generator=generator)
+        x.uniform_(generator=generator)
     finally:
         node.busy = False
     assert waited and waited[0] is False

@@ -129,7 +129,7 @@ class Run:
         if self.begins == other.begins or self.state != other.state or self.tree != other.tree:
             return ""
         line = line_of_offset(self.recording, other.recording)
-        if difference(self.recording, other.recording) and not line:
+        if (difference(self.recording, other.recording) or self._number_differs(other)) and not line:
             return ""
         if not all(map(_alike, self.returned, other.returned)) or self.crossed.keys() != other.crossed.keys():
             return ""

@@ -158,6 +158,42 @@ def test_a_slice_of_what_the_function_finds_itself(session: object) -> None:
     assert torch.equal(data.cpu(), here) and torch.equal(other.cpu(), apart)
 
 
+def test_a_number_that_nobody_can_follow_is_not_blamed_on_where_slices_begin(session: object) -> None:
+    """What was blamed on that was recorded for each begin, and so in vain."""
+    box = SimpleNamespace(rate=0.5, name="a")
+    program: Any = dr.program(lambda x: x * box.rate + len(box.name))
+    there = _base(REMOTE)
+    for k, start in enumerate(_STARTS):
+        box.rate, box.name = 0.5 / (k + 1), "a" if k == 0 else "b"
+        x = there[start : start + 4]
+        assert torch.equal(program(x).cpu(), (x * box.rate + 1).cpu()), program.why
+    assert program.recordings <= 4 and program.replays >= 6
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adamax", "Adagrad"])
+def test_an_optimizer_that_counts_its_steps_here_takes_slices(session: object, name: str) -> None:
+    def made(device: str) -> tuple[Function, torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1).to(device)
+        optimizer = getattr(torch.optim, name)(model.parameters())
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step, _base(device)
+
+    (step, here), (there_step, there) = made("cpu"), made(REMOTE)
+    program: Any = dr.program(there_step)
+    for start in _STARTS:
+        mine, theirs = step(here[start : start + 4]), program(there[start : start + 4])
+        torch.testing.assert_close(theirs.cpu(), mine, msg=lambda text: f"{text}: {program.why}")
+    assert program.recordings <= 5 and program.replays >= 5
+
+
 def test_slices_on_several_streams(session: object) -> None:
     side = dr.Stream(0)
 

@@ -117,9 +117,9 @@ def _timed_flush(found: list[float]) -> Iterator[None]:
     """Add to the list what this thread spends in sending its log."""
     real, mine = Log.flush, threading.get_ident()
 
-    def flush(log: Log, upto: int | None = None) -> None:
+    def flush(log: Log, upto: int | None = None, *, gathered: bool = False) -> None:
         began = time.thread_time()
-        real(log, upto)
+        real(log, upto, gathered=gathered)
         if threading.get_ident() == mine:
             found.append(time.thread_time() - began)
 

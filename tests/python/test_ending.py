@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -184,21 +184,27 @@ def strike_calls(around: Around, run: Callable[[Running], object], interrupts: i
         ended.set()
         thread.join()
         sys.setswitchinterval(before)
-        around.close()
     return interrupted, outside
 
 
+@pytest.fixture
+def around() -> Iterator[Around]:
+    """What stands around calls, without a master."""
+    made = Around(lambda message: None, lambda thread: None, lambda: True)
+    yield made
+    made.close()
+
+
 @pytest.mark.slow(reason="interrupts for 5 s")
-def test_no_interrupt_strikes_outside_of_its_call() -> None:
-    around = Around(lambda message: None, lambda thread: None, lambda: True)
+def test_no_interrupt_strikes_outside_of_its_call(around: Around) -> None:
     interrupted, outside = strike_calls(around, lambda call: body([]), 500)
     assert interrupted >= 500 and outside >= 1000
 
 
-def test_an_interrupt_leaves_no_lock_taken_where_a_function_prints() -> None:
+def test_an_interrupt_leaves_no_lock_taken_where_a_function_prints(around: Around) -> None:
     """It once struck where the worker entered a `Condition`: then all of its sessions waited, for ever."""
     sent: list[Any] = []
-    around = Around(lambda message: sent.append(message), lambda thread: None, lambda: True)
+    around._send = sent.append
 
     def prints(call: Running) -> None:
         for k in range(3):
@@ -213,8 +219,7 @@ def test_an_interrupt_leaves_no_lock_taken_where_a_function_prints() -> None:
     assert rung.wait(30)
 
 
-def test_an_interrupt_strikes_when_our_own_code_is_over() -> None:
-    around = Around(lambda message: None, lambda thread: None, lambda: True)
+def test_an_interrupt_strikes_when_our_own_code_is_over(around: Around) -> None:
     call = around.call("f", None)
     call.begin()
     ran: list[str] = []
@@ -227,12 +232,10 @@ def test_an_interrupt_strikes_when_our_own_code_is_over() -> None:
         call.unstruck(ours)
         ran.append("the user's")
     call.finish()
-    around.close()
     assert ran == ["ours"]
 
 
-def test_what_was_sent_too_late_is_taken_back() -> None:
-    around = Around(lambda message: None, lambda thread: None, lambda: True)
+def test_what_was_sent_too_late_is_taken_back(around: Around) -> None:
     call = around.call("f", None)
     call.begin()
     held: list[Any] = []
@@ -250,7 +253,6 @@ def test_what_was_sent_too_late_is_taken_back() -> None:
     call.finish()
     call.interrupt(Why())
     assert body([]) == 3
-    around.close()
 
 
 def test_a_function_that_cannot_be_interrupted_is_told_of(

@@ -184,7 +184,7 @@ def test_lines_are_gathered_and_the_last_comes_with_the_end() -> None:
 
 
 def test_a_call_that_prints_nothing_costs_little() -> None:
-    """It runs 4 functions of Python's, makes one object, and takes the session's lock twice."""
+    """It runs four functions of Python's."""
     here = around([])
     ran: list[str] = []
 

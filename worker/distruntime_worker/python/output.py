@@ -10,7 +10,7 @@ from typing import TextIO
 
 from ..log.watching import hear_others
 from .prompt import install_prompt
-from .running import current, here, install_exit
+from .running import current, install_exit
 
 # The worker's own records are for its own log.
 _OURS = ("distruntime",)
@@ -55,8 +55,8 @@ class _Records(logging.Handler):
 
 
 def _handle(own: Callable[[logging.LogRecord], bool], record: logging.LogRecord) -> bool:
-    call = here.call
-    return own(record) if call is None else call.unstruck(lambda: own(record))
+    call = current()
+    return own(record) if call is None else call.unstruck(partial(own, record))
 
 
 def _warn(kind: str, text: str) -> bool:

@@ -298,7 +298,9 @@ class Running:
     def _leave(self) -> None:
         """Raise what was kept while the thread was in code of ours."""
         with self.around.gate:
-            self._ours, owed, self._owed = False, self._owed, False
+            self._ours, owed = False, self._owed
+            if owed:
+                self._owed = False
         if owed and not self.polls:
             raise Interrupted
 
@@ -335,7 +337,7 @@ class Running:
                 self._say(Printed(*self.at, "prompt over", ""))
 
     def _say(self, message: Message) -> None:
-        self.unstruck(lambda: self.around.send(message))
+        self.unstruck(partial(self.around.send, message))
 
     def patient(self) -> None:
         """Let the timeout not count any more: somebody debugs the call."""

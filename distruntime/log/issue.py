@@ -153,7 +153,7 @@ def issue(
                 changed = (*written, node.order.generator)
             node.order.issue(stream_at(place), words, fresh, operands, changed, line)
         except BaseException:
-            node.in_doubt = True
+            node.in_doubt, node.struck = True, node.latest
             raise
 
 

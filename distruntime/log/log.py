@@ -225,8 +225,10 @@ class Log(ABC):
         self.order: Order | None = None
         # It is True if an exception has struck amid an instruction: see `settle`.
         self.in_doubt = False
-        # These are the words of the last instruction that has got in, if whoever has issued it may ask.
+        # These are the words of the last instruction that has got in, and what they were when an exception
+        # struck: another thread may issue something before whoever was struck asks.
         self.latest: Sequence[object] = ()
+        self.struck: Sequence[object] = ()
         # What its functions and objects hold and have handed out. See `python`.
         self.lent = Lent()
         # It is True if an acknowledgement only says that everything has been issued to a GPU.

@@ -171,7 +171,7 @@ class Order:
             self.wait(stream, other, position)
         if stream in self._freed:
             put(node, stream, self._freed.pop(stream))
-        end = put(node, stream, words)
+        end = put(node, stream, words, instruction=True)
         born = (end, line[1], line[2])
         node.line_table.append(born)
         self.last[stream] = end

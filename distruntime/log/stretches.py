@@ -80,8 +80,11 @@ class Stretchable(Protocol):
     latest: Sequence[object]
 
 
-def put(node: Stretchable, stream: int, words: Sequence[object]) -> int:
-    """Append words to a stream of a node's log; return the position after them."""
+def put(node: Stretchable, stream: int, words: Sequence[object], *, instruction: bool = False) -> int:
+    """Append words to a stream of a node's log; return the position after them.
+
+    Frees and waits are no instruction, and so never the node's `latest`.
+    """
     # A finalizer that runs in here may issue something, and have the log sent. One can run at an allocation
     # or a call. So allocations and calls stand before the log is looked up, or after all is done, and no
     # `isinstance` stands between.
@@ -93,6 +96,7 @@ def put(node: Stretchable, stream: int, words: Sequence[object]) -> int:
         fresh[0][1] = log.size
         log.stretches += fresh
     log.size += count
-    node.latest = words
+    if instruction:
+        node.latest = words
     log.extend(words)
     return end

@@ -159,13 +159,15 @@ def emit(
         # If the check fails, it changes these: so whoever reads them comes after it.
         kin, written = kin_of(handles)
         words.append(kin)
+    issued = False
     try:
         issue(words, fresh, handles, written, place, line, entry[4])
+        issued = True
         if outcome.rebased is not None or outcome.reshaped:
             _change(operands, outcome)
     except BaseException:
         # What a signal's handler raises may strike when the instruction is in the log.
-        if place.node.latest is words:
+        if issued or words is place.node.struck or words is place.node.latest:
             _change(operands, outcome)
             # Autograd does this behind an operator that returns.
             for k in outcome.written:

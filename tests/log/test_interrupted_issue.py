@@ -84,6 +84,11 @@ def _let_go(state: State) -> None:
     state.w.add_(1)
 
 
+def _let_go_and_resize(state: State) -> None:
+    state.v = None
+    state.w.resize_(2)
+
+
 @dataclass(frozen=True)
 class Case:
     """A state, an operation on it that is struck, and one behind it that is not."""
@@ -121,6 +126,8 @@ CASES = {
     "factory": Case(lambda: _zeros("w"), _put("w", lambda s: torch.ones(3, device=REMOTE))),
     "random": Case(_seeded, lambda s: s.w.uniform_()),
     "free": Case(lambda: _zeros("w", "v"), _let_go),
+    # On streams the frees of another stream stand behind the instruction.
+    "free_and_resize": Case(lambda: _zeros("w", "v"), _let_go_and_resize),
     "function": Case(lambda: _zeros("w"), lambda s: ADD(s.w), asks=True),
     "method": Case(_kept, lambda s: s.adder.add(), asks=True),
     "kept": Case(_unkept, lambda s: s.adder.keep(s.w), lambda s: s.adder.add(), asks=True),

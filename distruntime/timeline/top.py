@@ -10,6 +10,7 @@ import textwrap
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from ..cluster.observe import Answer
 from ..session.tables import curve, table_text
@@ -36,7 +37,8 @@ _STUCK = 2.0
 # It stands out if the program waited at one line in such a part of the looks, and there are so many looks.
 _OFTEN, _ENOUGH = 0.5, 5
 # Memory stands out that grew by so many bytes, and that grew at so many of the looks and never sank.
-_GROWN, _RISES = 1 << 20, 4
+# Quick looks see what a step makes and frees again: the least in each group of neighbouring looks counts.
+_GROWN, _RISES, _GROUPS = 1 << 20, 4, 8
 # A node stands out that computes such a part of the time, if another one waits for it so much of the time.
 _BUSY, _HELD = 0.6, 0.3
 
@@ -261,6 +263,8 @@ def _uneven(parts: Sequence[_Part]) -> list[str]:
 def _growth(program: _Program, name: str) -> list[str]:
     """Return that what a session holds grows and grows."""
     looks = list(program.held)
+    size = max(1, len(looks) // _GROUPS)
+    looks = [min(looks[k : k + size], key=itemgetter(1)) for k in range(0, len(looks), size)]
     steps = [after - before for (_, before), (_, after) in itertools.pairwise(looks)]
     # What was there before a fall says nothing of what grows now.
     last = max((k for k, step in enumerate(steps) if step < 0), default=-1) + 1

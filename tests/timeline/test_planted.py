@@ -143,6 +143,16 @@ def test_what_does_not_stand_out_has_no_note() -> None:
     assert text([]) == "" and text([Answer("tcp://a", None, "why")]) == ""
 
 
+def test_memory_that_grows_stands_out_however_quick_the_looks_are() -> None:
+    busy = stream("c" * 100)
+    # Each step makes 4 MiB and frees it, and every fourth step keeps one.
+    grows = [[answer(0, busy, (k // 4 << 20) + (k % 2 << 22))] for k in range(60)]
+    assert note_of(text(*grows), "session day holds", "and grows")
+    assert "!" not in text(*[[answer(0, busy, k % 2 << 22)] for k in range(60)])
+    # A model came at the tenth look.
+    assert "!" not in text(*[[answer(0, busy, (k // 10 > 0) << 30)] for k in range(60)])
+
+
 def test_what_a_worker_says_cannot_steer_a_terminal() -> None:
     row = stream("c\x1b", "\x1b[2J", 1.0, line="\x1b]0;a\a")
     found = text([answer(0, row, 1, "\x1b[31m", "\x1b[2J")])

@@ -15,6 +15,8 @@ from types import ModuleType
 from typing import Protocol
 
 import torch
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.function import FunctionCtx
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -23,7 +25,7 @@ from ..log.handle import Handle, Residence, new_value
 from ..log.issue import issue
 from ..log.line import user_line
 from ..log.log import relieve
-from ..log.spec import NO_TENSOR, Spec, spec_from_wire, spec_of
+from ..log.spec import NO_TENSOR, Spec, spec, spec_from_wire, spec_of
 from ..operators.ask_worker import PENDING, ask_specs, await_specs
 from ..operators.dispatch import dispatch
 from ..operators.new_calls import common_place
@@ -32,6 +34,7 @@ from ..operators.proxies import AUTOCAST_KEY, wrap
 from ..operators.signatures import template
 from ..operators.special import ctc_loss
 from ..operators.transfer import upload
+from ..session.session import active_session
 from ..session.stalls import before_wait
 from ..tensors.tensor import DistributedTensor
 from .on_import import when_imported
@@ -97,17 +100,23 @@ def attention(
             )
             if found is not NotImplemented:
                 return found
-        return op.decompose(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    place = proxies[0]._handle.place
-    if any(t._handle.place is not place for t in proxies):
-        place = common_place(DistributedTensor, op, (query, key, value), {})
+        traced = [t for t in given if isinstance(t, (FakeTensor, FunctionalTensor))]
+        if len(traced) != len(given):
+            return op.decompose(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        # A tracer has no handles. It is to choose as the calls that it traces would.
+        place = active_session().places.meant(query.device)
+        specs = tuple(map(_hinted, traced))
+    else:
+        place = proxies[0]._handle.place
+        if any(t._handle.place is not place for t in proxies):
+            place = common_place(DistributedTensor, op, (query, key, value), {})
+        specs = tuple(t._handle.spec for t in proxies)
     if place.has_cpu_kernels:
         grad = torch.is_grad_enabled()
         flags = tuple(grad and t.requires_grad for t in given)
         enabled = torch._C._get_flash_sdp_enabled(), torch._C._get_math_sdp_enabled()
-        specs = tuple(t._handle.spec for t in proxies)
         if (
             _choice(specs, flags, attn_mask is not None, dropout_p, is_causal, scale, enable_gqa, enabled)
             == _FLASH
@@ -129,12 +138,25 @@ def attention(
         return op.decompose(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    if not proxies:
+        return op.decompose(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     return whole(
         op,
         (query, key, value, attn_mask, dropout_p, is_causal),
         {"scale": scale, "enable_gqa": enable_gqa},
         place,
     )
+
+
+def _hinted(tensor: torch.Tensor) -> Spec:
+    """Return the metadata of a tracer's tensor. A size that varies counts as it was in the first call."""
+
+    def hinted(numbers: Sequence[int]) -> tuple[int, ...]:
+        return tuple(n if type(n) is int else int(n.node.hint) for n in numbers)  # type: ignore[attr-defined]
+
+    return spec(hinted(tensor.size()), hinted(tensor.stride()), 0, tensor.dtype)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -1,8 +1,9 @@
 """Keeping `torch.compile` away from remote tensors: what it has compiled runs op by op where it gets one.
 
-A proxy has nothing to compile, so Dynamo would break the graph at each operator, and would raise where
-`fullgraph=True` forbids that. A compiled function looks at what it is called with, and runs as it was written
-if that is remote. What it cannot see there (a global) compiles to graph breaks, because Dynamo neither
+The backend "distruntime" is for them (see `compiled`). For any other, a proxy has nothing to compile:
+Dynamo would break the graph at each operator, and would raise where `fullgraph=True` forbids that. So a
+compiled function looks at what it is called with, and runs as it was written if that is remote. It says so
+once for each line. What it cannot see there (a global) compiles to graph breaks, because Dynamo neither
 compiles this package nor looks into it.
 
 `torch._dynamo.disable` would wrap the hot path in a Python function of 1 us per operator, and its import
@@ -15,6 +16,7 @@ import contextlib
 import functools
 import itertools
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -27,6 +29,7 @@ from ..session.spelling import is_remote
 from ..tensors.tensor import DistributedTensor
 from .on_import import when_imported
 
+_OWN = "distruntime"
 _Function = Callable[..., Any]  # type: ignore[explicit-any]
 
 # A function may close over a whole data set, and to look through that would cost more than the call.
@@ -89,10 +92,14 @@ def _watch_calls(module: ModuleType) -> None:
         if not isinstance(self, module.OptimizeContext) or self.export or not isinstance(made, FunctionType):
             return made
         original = made._torchdynamo_orig_callable  # type: ignore[attr-defined]
+        own_backend = is_own(self.callback)
+        alone = _alone if own_backend else _remote_call
 
         @functools.wraps(made)
         def call(*args: object, **kwargs: object) -> object:
-            if active and (_remote(original) or _remote(args) or _remote(kwargs)):
+            if active and alone(original, args, kwargs):
+                if not own_backend:
+                    _say_ignored()
                 return original(*args, **kwargs)
             return made(*args, **kwargs)
 
@@ -101,6 +108,33 @@ def _watch_calls(module: ModuleType) -> None:
         return call
 
     context.__call__ = __call__
+
+
+def is_own(backend: object) -> bool:
+    """Whether what Dynamo calls with a graph ends at the backend "distruntime"."""
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return getattr(backend, "compiler_name", "") == _OWN
+
+
+def _say_ignored() -> None:
+    warnings.warn(
+        "torch.compile does nothing to remote tensors by this backend: they run operator by operator. "
+        'torch.compile(model, backend="distruntime") makes one instruction of a forward pass',
+        stacklevel=3,
+    )
+
+
+def _alone(original: object, args: object, kwargs: object) -> bool:
+    """Whether a call for our own backend runs as it was written, since tracing would lose something."""
+    if torch.is_autocast_enabled("remote"):
+        return True
+    return isinstance(getattr(original, "__self__", None), torch.optim.Optimizer) and _remote(original)
+
+
+def _remote_call(original: object, args: object, kwargs: object) -> bool:
+    """Whether a call for another backend has remote tensors."""
+    return _remote(original) or _remote(args) or _remote(kwargs)
 
 
 def _remote(value: object) -> bool:

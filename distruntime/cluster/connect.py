@@ -16,6 +16,7 @@ from ..backend.install import install
 from ..backend.random import follow_seed
 from ..collectives.data_channels import Choice
 from ..collectives.group import Groups
+from ..compiled.dynamo import install_dynamo
 from ..errors import ConfigurationError, ConnectionFailed, UsageError, without_our_frames
 from ..mesh.data_parallel import install_data_parallel
 from ..session import session as inner
@@ -162,6 +163,7 @@ def init_master_worker(
     sweep()
     found = _noted(name, resume is True) if resume and not (workers or listen) and name is not None else None
     install()
+    install_dynamo()
     install_data_parallel()
     warm_malloc()
     say = options.say

@@ -64,6 +64,8 @@ _MOST_CALLS = 64
 _INSIDE = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    # torch.fx generates code under this name.
+    "<eval_with_key>",
 )
 # It says whether the code of a file is the user's, as far as it has been seen. Codes would not do as keys:
 # equal ones of different files are one key.

@@ -106,6 +106,7 @@ def test_the_device_module_without_a_device_is_the_sessions(session: object) -> 
     assert torch.get_device_module() is torch.get_device_module("remote")
 
 
+@pytest.mark.filterwarnings("ignore:torch.compile does nothing to remote tensors")
 def test_what_is_compiled_runs_op_by_op_where_it_gets_remote_tensors(session: object) -> None:
     """With `fullgraph=True` torch would raise at the first operator. Local tensors are compiled as before."""
     graphs: list[object] = []
@@ -172,6 +173,7 @@ def test_ctc_takes_the_lengths_of_sequences_from_here(session: object, mode: Any
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:torch.compile does nothing to remote tensors")
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 def test_flex_attention_is_computed_by_its_formula(session: object, mode: Any) -> None:
     """torch allows some devices by name, and takes no gradients on CPUs. So the formula is written here."""

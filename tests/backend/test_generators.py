@@ -200,6 +200,7 @@ def test_a_draw_waits_for_room_before_it_takes_the_lock(
     assert waited and waited[0] is False
 
 
+@pytest.mark.filterwarnings("ignore:torch.compile does nothing to remote tensors")
 def test_a_compiled_function_takes_it(session: object) -> None:
     def noisy(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         return x * 2 + torch.rand(3, generator=generator, device=x.device)

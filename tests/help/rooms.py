@@ -15,7 +15,7 @@ SOURCES = {"distruntime": ROOT / "distruntime", "distruntime_worker": ROOT / "wo
 ROOMS = {
     "distruntime": (
         "errors wire log session operators tensors streams guards programs publishing collectives backend "
-        "mesh python layers parallel launching cluster timeline checkpoint face"
+        "compiled mesh python layers parallel launching cluster timeline checkpoint face"
     ).split(),
     "distruntime_worker": (
         "machine values log checkpoint collectives publishing python programs session face"

@@ -1,0 +1,169 @@
+"""The backend "distruntime" of `torch.compile`: a forward graph is one instruction, so is a backward one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..errors import ConfigurationError
+from ..log.handle import REMOTE_TYPES
+from ..tensors.tensor import DistributedTensor
+from .constants import Lifted, lift_constants
+from .graph import Graph
+
+# Dynamo and AOTAutograd hand over functions of whatever tensors a graph has.
+Compiled = Callable[..., Any]
+_numbers = count(1)
+_COMPILE = (None, "inductor", "cudagraphs")
+
+
+def distruntime(
+    graph: GraphModule,
+    inputs: Sequence[object],
+    *,
+    mode: str | None = None,
+    options: dict[str, object] | None = None,
+) -> Compiled:
+    """Compile a graph that Dynamo has traced, for the worker that has its tensors. Never waits.
+
+    `options={"compile": "inductor"}`, or "cudagraphs", has the worker compile it, as `dr.program` does. A
+    graph that enters autocast runs operator by operator, with a warning, and so does one with tensors of this
+    process.
+    """
+    compile = (options or {}).get("compile")
+    if compile not in _COMPILE or not set(options or ()) <= {"compile"} or mode not in (None, "default"):
+        raise ConfigurationError(
+            f'torch.compile(backend="distruntime", mode={mode!r}, options={options!r}): there is '
+            'options={"compile": "inductor"} or {"compile": "cudagraphs"}, and no mode'
+        )
+    if not _is_remote(graph, inputs):
+        return graph.forward
+    if torch.is_autocast_enabled("remote") or _enters_autocast(graph):
+        _runs_plainly("autocast is on in it")
+        return graph.forward
+    from torch._dynamo.backends.common import aot_autograd
+
+    number = next(_numbers)
+    own: Compiled = aot_autograd(
+        fw_compiler=_compiler(f"forward {number}", compile),
+        bw_compiler=_compiler(f"backward {number}", compile),
+        # A graph writes to arguments itself. Else each buffer of a batch norm would be a copy outside.
+        keep_inference_input_mutations=True,
+    )
+    if not _share_memory(inputs):
+        return _unless_shared(own(graph, inputs), graph)
+    try:
+        traced: Compiled = own(graph, inputs)
+    except (RuntimeError, TypeError) as error:
+        # AOTAutograd makes one tensor of those that share memory, for which it takes their storage apart.
+        _runs_plainly(f"its arguments share memory ({type(error).__name__})")
+        return graph.forward
+    if _writes_arguments():
+        _runs_plainly("its arguments share memory, and it writes to some")
+        return graph.forward
+    return traced
+
+
+def _unless_shared(traced: Compiled, graph: GraphModule) -> Compiled:
+    """Return a function that runs the graph as it is where its arguments share memory and it writes to some.
+
+    Nothing of torch's guards that for a graph that was traced without: a write would not reach the others.
+    """
+    if not _writes_arguments():
+        return traced
+
+    def call(*args: object) -> object:
+        return graph.forward(*args) if _share_memory(args) else traced(*args)
+
+    return call
+
+
+def _writes_arguments() -> bool:
+    """Whether the graph that was just traced writes to its arguments."""
+    context = torch._guards.TracingContext.try_get()
+    found = None if context is None else context.fw_metadata
+    return found is None or any(one.mutates_data or one.mutates_metadata for one in found.input_info)
+
+
+def _share_memory(values: Sequence[object]) -> bool:
+    """Whether two of these tensors are in one memory."""
+    memories = [
+        id(one._handle.storage) if isinstance(one, DistributedTensor) else one.untyped_storage()._cdata
+        for one in values
+        if isinstance(one, torch.Tensor)
+    ]
+    return len(set(memories)) < len(memories)
+
+
+def _compiler(name: str, compile: object) -> Compiled:
+    """Return what AOTAutograd calls with each of the two graphs that it makes of one."""
+
+    def compiled(graph: GraphModule, inputs: Sequence[object]) -> Compiled:
+        lifted = lift_constants(graph)
+        local = next((node for node in lifted.graph.graph.nodes if _is_local(node)), None)
+        if local is not None:
+            _runs_plainly(f"it has a tensor of this process: {local.name}{_line_of(local)}")
+            return _boxed(graph.forward)
+        return _boxed(_with(lifted, Graph(lifted.graph.forward, name, compile)))  # type: ignore[arg-type]
+
+    return compiled
+
+
+def _with(lifted: Lifted, graph: Graph) -> Compiled:
+    """Return a function of a graph's own arguments. The constants travel at the first call."""
+    if not lifted.number:
+        return graph
+    constants: list[object] = []
+
+    def run(*args: object) -> object:
+        if not constants:
+            constants.extend(lifted.make())
+        return graph(*args, *constants)
+
+    return run
+
+
+def _boxed(run: Compiled) -> Compiled:
+    """Return a function of a list of arguments, which it clears: what only the list holds is freed early."""
+
+    def call(args: list[object]) -> object:
+        given = tuple(args)
+        args.clear()
+        return run(*given)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def _runs_plainly(why: str) -> None:
+    warnings.warn(
+        f"a graph that torch.compile has traced runs operator by operator, as without it: {why}", stacklevel=2
+    )
+
+
+def _is_remote(graph: GraphModule, inputs: Sequence[object]) -> bool:
+    found = [*inputs, *(node.meta.get("example_value") for node in graph.graph.nodes)]
+    return any(isinstance(one, torch.Tensor) and one.device.type in REMOTE_TYPES for one in found)
+
+
+def _enters_autocast(graph: GraphModule) -> bool:
+    """Whether a graph enters autocast. Fakes do not have its key: AOTAutograd would drop it in silence."""
+    return any(node.target is torch.amp.autocast_mode._enter_autocast for node in graph.graph.nodes)
+
+
+def _is_local(node: Node) -> bool:
+    """Whether a value of a graph is this process's. A replay would not compute it."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return any(isinstance(one, torch.Tensor) and one.device.type not in REMOTE_TYPES for one in values)
+
+
+def _line_of(node: Node) -> str:
+    """Return the last line of a node's own stack trace, as Dynamo keeps it."""
+    lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
+    return "".join(f"\n{line}" for line in lines[-2:])

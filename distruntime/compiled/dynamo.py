@@ -1,0 +1,118 @@
+"""What Dynamo, AOTAutograd and their fakes have to know of proxies. None of what is changed here is public.
+
+Each function says what breaks without it, and `tests/compiled` notices.
+"""
+
+from __future__ import annotations
+
+import re
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ..backend.no_dynamo import is_own
+from ..backend.on_import import when_imported
+from ..log.handle import REMOTE_TYPES
+from ..session.session import active_session
+from ..tensors.tensor import DistributedTensor
+
+_LAZY = re.compile(r"\blazy:(\d+)")
+_installed: list[bool] = []
+
+
+def install_dynamo() -> None:
+    """Let Dynamo trace functions of proxies for the backend "distruntime", once Dynamo is imported.
+
+    Its import takes a second. Does its work once.
+    """
+    if _installed:
+        return
+    _installed.append(True)
+    when_imported("torch._subclasses.fake_tensor", _claim_lazy)
+    when_imported("torch._dynamo.variables.builder", _take_proxies)
+    when_imported("torch._dynamo.variables.tensor", _name_places)
+    when_imported("torch.utils.checkpoint", _name_module)
+
+
+def _claim_lazy(module: ModuleType) -> None:
+    """Have fakes of "remote:1" claim "lazy:1", as proxies do.
+
+    Autograd has no thread for fakes of "remote": to trace the backward pass would fail by an assertion.
+    Errors name the place as the user does.
+    """
+    normalize, common = module.FakeTensor._normalize_fake_device, module.FakeTensor._find_common_device
+
+    def _normalize_fake_device(device: torch.device) -> torch.device:
+        return active_session().places.meant(device).lazy if device.type == "remote" else normalize(device)
+
+    def _find_common_device(*args: Any) -> Any:
+        try:
+            return common(*args)
+        except RuntimeError as error:
+            if not _LAZY.search(str(error)):
+                raise
+            raise RuntimeError(_LAZY.sub(r"remote:\1", str(error))) from None
+
+    module.FakeTensor._normalize_fake_device = staticmethod(_normalize_fake_device)
+    module.FakeTensor._find_common_device = staticmethod(_find_common_device)
+
+
+def _take_proxies(module: ModuleType) -> None:
+    """Have Dynamo take a proxy as it takes a tensor. It would break the graph at one.
+
+    A graph of another backend is no program of a worker, so it breaks there as before.
+    """
+    builder, specialized = module.VariableBuilder, module.get_specialized_props
+    wrap, infer = builder._wrap, module.infer_subclass_type
+
+    def _wrap(self: Any, value: object) -> Any:
+        if type(value) is DistributedTensor and is_own(self.tx.output.compiler_fn):
+            return self.wrap_tensor(value)
+        return wrap(self, value)
+
+    def infer_subclass_type(value: object) -> type | None:
+        # Else what comes out of a graph would be wrapped anew in the proxy's own class.
+        return None if type(value) is DistributedTensor else infer(value)
+
+    def get_specialized_props(*args: Any) -> dict[str, Any]:
+        # Else `isinstance(x, dr.DistributedTensor)` would be False in a traced function.
+        found: dict[str, Any] = specialized(*args)
+        if found["device"].type in REMOTE_TYPES and found["class_type"] is torch.Tensor:
+            found["class_type"] = DistributedTensor
+        return found
+
+    builder._wrap = _wrap
+    module.infer_subclass_type = infer_subclass_type  # type: ignore[attr-defined]
+    module.get_specialized_props = get_specialized_props  # type: ignore[attr-defined]
+    # FX writes the type of an argument by its full name into the code that it generates.
+    torch.DistributedTensor = DistributedTensor  # type: ignore[attr-defined]
+    # AOTAutograd asks it of the gradients that a backward graph gets.
+    DistributedTensor.__coerce_same_metadata_as_tangent__ = _as_it_is  # type: ignore[attr-defined]
+
+
+def _as_it_is(self: DistributedTensor, metadata: object, kind: object = None) -> DistributedTensor:
+    return self
+
+
+def _name_places(module: ModuleType) -> None:
+    """Have `x.device` in a traced function be the place's device, "remote:1", as it is outside."""
+    own = module.TensorVariable.specialize
+
+    def specialize(value: torch.Tensor) -> dict[str, Any]:
+        found: dict[str, Any] = own(value)
+        if found["device"].type in REMOTE_TYPES:
+            found["device"] = active_session().places.meant(found["device"]).device
+        return found
+
+    module.TensorVariable.specialize = staticmethod(specialize)
+
+
+def _name_module(module: ModuleType) -> None:
+    """Have activation checkpointing find the functions of "lazy", which fakes of proxies claim."""
+    own = module._get_device_module
+
+    def _get_device_module(device: str = "cuda") -> Any:
+        return own("remote" if device in REMOTE_TYPES else device)
+
+    module._get_device_module = _get_device_module  # type: ignore[attr-defined]

@@ -1,0 +1,208 @@
+"""A graph of operators that `torch.compile` has traced: from its third call on, it is one instruction.
+
+A graph has no Python of the user's: Dynamo's guards stand before it, and what it reads comes as arguments. So
+one recording says what each later call with arguments of the same kind does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..errors import NotSupportedError, drop_frames
+from ..log.current import current_streams
+from ..log.handle import Residence
+from ..log.issue import noting
+from ..log.line import user_line
+from ..log.log import Log
+from ..log.tape import Tape, recorded
+from ..operators.proxies import wrap
+from ..programs.begins import Moves, begins_of
+from ..programs.handlers import Handlers
+from ..programs.layout import Layout
+from ..programs.parts import Piece, Values
+from ..programs.recorder import record
+from ..programs.recording import Name, Recording
+from ..session.session import Session, active_session
+from ..tensors.tensor import DistributedTensor
+from ..wire.messages import ARGUMENT, MADE
+
+# A graph of changing sizes has a plan for each size. More than so many are forgotten.
+_MOST_PLANS = 64
+Results = Sequence[object]
+
+
+class Graph:
+    """A function of a traced graph. `replays` counts the calls that were one instruction for each part.
+
+    `why` says why the last call was none of them, and is empty if it was one.
+    """
+
+    def __init__(self, run: Callable[..., Results], name: str, compile: str | None) -> None:
+        self._run, self._name, self._compile = run, name, compile
+        # Where a kind of call has been seen once, this is None: what its operators return is known by then.
+        self._plans: dict[Hashable, _Plan | None] = {}
+        self._last: _Plan | None = None
+        self.replays = 0
+        self.why = "it was not called yet"
+
+    def __call__(self, *args: object) -> Results:
+        try:
+            # A compiled function inside a program is a part of it.
+            if recorded.name or torch._C._len_torch_dispatch_stack():
+                self.why = "it was called amid a recording or under a dispatch mode"
+                return self._run(*args)
+            session = active_session()
+            kind = _kind(args, session)
+            if kind not in self._plans:
+                if len(self._plans) >= _MOST_PLANS:
+                    self._plans.clear()
+                self._plans[kind] = None
+                self.why = "it was the first call with arguments of this kind"
+                return self._run(*args)
+            plan = self._plans[kind]
+            if plan is None or not plan.usable():
+                return self._record(args, kind, session)
+            self._last, self.replays, self.why = plan, self.replays + 1, ""
+            return plan.replay(args)
+        except BaseException as error:
+            drop_frames(error)
+            raise
+
+    def compiled(self) -> str:
+        """Ask the worker what the plan that was used last runs as: see `Program.compiled`. Blocks."""
+        return "no call was replayed yet" if self._last is None else "; ".join(self._last.compiled())
+
+    def _record(self, args: tuple[object, ...], kind: Hashable, session: Session) -> Results:
+        """Run it operator by operator, and keep what it has issued, if a later call may issue that again."""
+        for node in session.nodes:
+            # What a kernel was wrongly said to return is corrected first.
+            if node.failed is None and node.checks.waiting:
+                session.drain(node)
+        tensors = [(k, arg) for k, arg in enumerate(args) if isinstance(arg, DistributedTensor)]
+        names: dict[int, Name] = {tensor._handle.ref: (ARGUMENT, k) for k, tensor in reversed(tensors)}
+        current, tapes = current_streams.get(), list[tuple[Log, Tape]]()
+        handlers = Handlers()
+        handlers.begin()
+        try:
+            try:
+                for log in session.logs:
+                    tapes.append((log, log.begin_tape()))
+                with noting() as notes:
+                    handlers.run()
+                    found = self._run(*args)
+                    handlers.wait()
+            finally:
+                for log, tape in tapes:
+                    log.end_tape(tape)
+            if recorded.mixed:
+                self.why = "a signal's handler has issued something meanwhile"
+                return found
+            try:
+                recording = record(tapes, notes, names, True, current)
+            except NotSupportedError as error:
+                self.why = str(error).splitlines()[0]
+                return found
+            results = [_result(leaf, recording, names) for leaf in found]
+            self.why = recording.unfit or next((r.why for r in results if r.why), "")
+            if not self.why and recording.acts:
+                self._plans[kind] = _Plan(recording, found, results, args, self._name, self._compile)
+                self.why = "it was recorded: the next call is one instruction"
+            recording.settle()
+            return found
+        finally:
+            handlers.end()
+
+
+class _Result(NamedTuple):
+    """A result of a graph: a value with its name, or a plain one; or why it can be neither."""
+
+    name: Name | None
+    plain: object = None
+    why: str = ""
+
+
+def _result(leaf: object, recording: Recording, names: dict[int, Name]) -> _Result:
+    if leaf is None or isinstance(leaf, (int, float, bool)):
+        return _Result(None, leaf)
+    if not isinstance(leaf, DistributedTensor):
+        return _Result(None, None, f"it returns a {type(leaf).__name__} of this process")
+    ref = leaf._handle.ref
+    if ref in recording.made:
+        return _Result((MADE, recording.made[ref]))
+    if ref in names:
+        return _Result(names[ref])
+    return _Result(None, None, "it returns a tensor that is neither an argument nor its own")
+
+
+class _Plan:
+    """A graph that is ready for calls of one kind."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        found: Results,
+        results: Sequence[_Result],
+        args: Sequence[object],
+        name: str,
+        compile: str | None,
+    ) -> None:
+        self._name, self._results = name, results
+        made = {
+            one.name: leaf._handle
+            for one, leaf in zip(results, found)
+            if one.name is not None and one.name[0] == MADE and isinstance(leaf, DistributedTensor)
+        }
+        begins = begins_of(args)
+        self._layout = Layout(recording, {}, (), made, {}, args, (), compile, Moves((begins, begins), {}), {})
+        self._logs: Sequence[Log] = self._layout.logs
+
+    def usable(self) -> bool:
+        """Whether its workers, its groups and its session are there."""
+        for log in self._logs:
+            if log.failed is not None or log.session.closed is not None:
+                return False
+        return all(bridge.between.broken() is None for bridge in self._layout.bridges)
+
+    def replay(self, args: Sequence[object]) -> Results:
+        """Issue it, part by part; return its results. Blocks while a window is full.
+
+        AOTAutograd counts the versions of what a graph writes to.
+        """
+        layout = self._layout
+        values, line = Values(args, layout.specs), user_line()
+        for act, over in zip(layout.acts, layout.over):
+            act.issue(values, (), line, self._name)
+            for name in over:
+                values.made.pop(name, None)
+        made = values.made
+        return [
+            one.plain
+            if one.name is None
+            else args[int(one.name[1])]
+            if one.name[0] == ARGUMENT
+            else wrap(DistributedTensor, made[one.name])
+            for one in self._results
+        ]
+
+    def compiled(self) -> list[str]:
+        """Return what became of its compiling. Block until what was issued before has run."""
+        return sorted({act.compiled() for act in self._layout.acts if isinstance(act, Piece)})
+
+
+def _kind(args: Sequence[object], session: Session) -> Hashable:
+    """Return what decides what a graph issues: its arguments, and the current place and streams."""
+    found: list[object] = []
+    memories: dict[int, int] = {}
+    for k, arg in enumerate(args):
+        if type(arg) is DistributedTensor:
+            handle = arg._handle
+            found += handle.spec, handle.place, memories.setdefault(id(handle.storage), k)
+        else:
+            found += type(arg), arg
+    place: Residence = session.places.current()
+    streams = current_streams.get()
+    found += place, *((key, entered.number) for key, entered in streams.items())
+    return tuple(found)

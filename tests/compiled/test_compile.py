@@ -1,0 +1,401 @@
+"""`torch.compile(backend="distruntime")` gives what the same code gives operator by operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import distruntime as dr
+from agree import REMOTE
+from compiled_programs import differs
+from distruntime.compiled import graph as graphs
+
+Compiler = Callable[..., Any]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:a graph that torch.compile has traced runs operator by operator"),
+    # Dynamo imports what torch itself warns of, and looks at what it warns of.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script"),
+]
+
+
+def plain(function: Any, **options: object) -> Any:
+    return function
+
+
+def compiled(function: Any, **options: Any) -> Any:
+    return torch.compile(function, backend="distruntime", **options)
+
+
+@pytest.fixture(autouse=True)
+def _fresh(session: object) -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[graphs.Graph]:
+    """Return the graphs that are compiled from now on."""
+    found: list[graphs.Graph] = []
+    own = graphs.Graph.__init__
+
+    def init(self: graphs.Graph, *args: Any) -> None:
+        own(self, *args)
+        found.append(self)
+
+    monkeypatch.setattr(graphs.Graph, "__init__", init)
+    return found
+
+
+def x_at(node: int = 0) -> torch.Tensor:
+    return torch.arange(12.0).view(3, 4).to(f"remote:{node}")
+
+
+def _often(function: Any, *args: Any) -> Any:
+    for _ in range(4):
+        found = function(*args)
+    return found
+
+
+def _train(make: Compiler, model: nn.Module, batches: list[Any], loss_of: Any) -> list[object]:
+    step, optimizer = make(model), torch.optim.SGD(model.parameters(), 0.05)
+    losses = []
+    for batch in batches:
+        loss = loss_of(step(batch))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*dr.fetch(losses), *dr.fetch(list(model.parameters())), *dr.fetch(list(model.buffers()))]
+
+
+class Block(nn.Module):
+    """Attention and a network of two layers, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.into, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+        self.more = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Dropout(0.2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.into(self.norm(x)).view(2, -1, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1)
+        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.more(x)
+
+
+class Picture(nn.Module):
+    """A convolution with batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut, self.norm, self.out = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(F.relu(self.norm(self.cut(x))).mean((2, 3)))
+
+
+@pytest.mark.parametrize("kind, shape", [(Block, (2, 6, 8)), (Picture, (2, 3, 8, 8))])
+def test_a_training_step_is_two_instructions_and_equal(made: Any, kind: Any, shape: Any) -> None:
+    batches = [torch.randn(shape).to(REMOTE) for _ in range(6)]
+    found = []
+    for make in (plain, compiled):
+        torch.manual_seed(3)
+        found.append(_train(make, kind().to(REMOTE), batches, lambda y: y.square().mean()))
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+    assert len(made) == 2 and all(graph.replays >= 2 and not graph.why for graph in made)
+
+
+def _mutated(make: Compiler) -> object:
+    x = x_at()
+    view = x[1]
+    _often(make(lambda x: x.mul_(2)), x)
+    # AOTAutograd counts a write of a graph that runs operator by operator twice.
+    assert x._version >= 4
+    return view
+
+
+def _overlapping(make: Compiler) -> object:
+    x = x_at()
+    _often(make(lambda a, b: (a.add_(1), b.mul_(2))[0]), x[0], x[:, 0])
+    return x
+
+
+def _same_twice(make: Compiler) -> object:
+    function = make(lambda a, b: a.add_(b) * 2)
+    x, y = x_at(), x_at()
+    return _often(function, x, y), _often(function, x, x), x
+
+
+def _eval_in_turns(make: Compiler) -> object:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).to(REMOTE)
+    step, found = make(model), []
+    for _ in range(3):
+        model.train()
+        _often(step, x_at())
+        model.eval()
+        with torch.no_grad():
+            found.append(_often(step, x_at()))
+    return found
+
+
+def _retained(make: Compiler) -> object:
+    x = x_at().requires_grad_()
+    y = _often(make(lambda x: (x**3).sum()), x)
+    y.backward(retain_graph=True)
+    y.backward()
+    return x.grad
+
+
+def _hooked(make: Compiler) -> object:
+    layer, count = nn.Linear(4, 4).to(REMOTE), []
+    nn.init.ones_(layer.weight)
+    layer.weight.register_hook(lambda gradient: count.append(1))
+    for _ in range(4):
+        make(layer)(x_at()).sum().backward()
+    return len(count), layer.weight.grad
+
+
+def _checkpointed(make: Compiler) -> object:
+    layer, x = nn.Linear(4, 4).to(REMOTE), x_at().requires_grad_()
+    nn.init.ones_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    step = make(lambda x: checkpoint(lambda y: layer(y).relu(), x, use_reentrant=False))
+    for _ in range(4):
+        step(x).sum().backward()
+    return x.grad, layer.weight.grad
+
+
+def _under_autocast(make: Compiler) -> object:
+    layer = nn.Linear(4, 4, bias=False).to(REMOTE)
+    nn.init.ones_(layer.weight)
+    step, found = make(lambda x: layer(x)), []
+    for on in (False, True, False, True):
+        with torch.autocast(REMOTE, dtype=torch.bfloat16, enabled=on):
+            found.append(step(x_at()))
+    return found
+
+
+def _drawn(make: Compiler) -> object:
+    torch.manual_seed(5)
+    step = make(lambda x: F.dropout(x + torch.rand_like(x) + torch.rand(3, 4, device=x.device), 0.5))
+    return [step(x_at()) for _ in range(5)]
+
+
+def _sizes(make: Compiler) -> object:
+    step = make(lambda x: x * x.shape[0])
+    return [step(torch.ones(n, 2, device=REMOTE)) for n in (2, 3, 4, 5, 6, 7, 7, 7, 6, 6, 5)]
+
+
+def _two_places(make: Compiler) -> object:
+    step = make(lambda x: x * 2 + torch.ones(4, device=x.device))
+    return [(str(y.device), y) for y in (_often(step, x_at(node)) for node in (0, 1, 0))]
+
+
+def _here_and_there(make: Compiler) -> object:
+    step = make(lambda x: x * 2)
+    return [_often(step, x) for x in (torch.ones(3), x_at(), torch.ones(3))]
+
+
+def _streams(make: Compiler) -> object:
+    step, streams, x, found = make(lambda x: x.add_(1) * 2), [dr.Stream(), dr.Stream()], x_at(), []
+    for k in range(9):
+        with streams[k % 2]:
+            found.append(step(x))
+    return found, x
+
+
+def _on_a_stream(make: Compiler) -> object:
+    stream = dr.Stream()
+
+    def act(x: torch.Tensor) -> torch.Tensor:
+        with stream:
+            y = x * 2
+        dr.current_stream().wait_stream(stream)
+        return y + 1
+
+    return _often(make(act), x_at())
+
+
+def _in_a_program(make: Compiler) -> object:
+    step = make(lambda x: x.sin() * 2)
+    return _often(dr.program(lambda x: step(x) + 1), x_at())
+
+
+def _inference(make: Compiler) -> object:
+    step = make(lambda x: x * 2)
+    with torch.inference_mode():
+        found = _often(step, x_at())
+    return found.is_inference(), found, _often(step, x_at())
+
+
+def _vmapped(make: Compiler) -> object:
+    return _often(make(lambda x: torch.func.vmap(lambda r: r.sin().sum())(x)), x_at())
+
+
+def _recurrent(make: Compiler) -> object:
+    torch.manual_seed(1)
+    model, x = nn.LSTM(4, 4).to(REMOTE), torch.ones(3, 2, 4, device=REMOTE)
+    step = make(model)
+    for _ in range(4):
+        out = step(x)[0]
+        out.sum().backward()
+    return out, [p.grad for p in model.parameters()]
+
+
+def _local_in_between(make: Compiler) -> object:
+    def act(x: torch.Tensor) -> object:
+        here = torch.arange(3) + 1
+        return x * 2, here, (x + 1).cpu() * 2, x.to("remote:1") * 3
+
+    found = _often(make(act), x_at())
+    return [str(y.device) for y in found], found
+
+
+CASES: dict[str, Callable[[Compiler], object]] = {
+    "in place, a view outside": _mutated,
+    "arguments that overlap": _overlapping,
+    "one argument twice": _same_twice,
+    "eval and train in turns": _eval_in_turns,
+    "retained": _retained,
+    "hooked": _hooked,
+    "checkpointed": _checkpointed,
+    "autocast": _under_autocast,
+    "draws": _drawn,
+    "sizes": _sizes,
+    "two places": _two_places,
+    "here and there": _here_and_there,
+    "streams": _streams,
+    "a stream inside": _on_a_stream,
+    "in a program": _in_a_program,
+    "inference": _inference,
+    "vmap": _vmapped,
+    "recurrent": _recurrent,
+    "local tensors": _local_in_between,
+    "a constant": lambda make: _often(
+        make(lambda x: x[0] * torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device) * torch.tensor(2.0)), x_at()
+    ),
+    "a break": lambda make: _often(make(lambda x: (print(end=""), x * 2)[1] + 1), x_at()),
+    "a branch": lambda make: _often(make(lambda x: x * 2 if x.sum() > 3 else x), x_at()),
+    "a number that is read": lambda make: _often(make(lambda x: x + x.sum().item()), x_at()),
+    "what depends on data": lambda make: _often(make(lambda x: x[x > 3].sum()), x_at()),
+    "its device": lambda make: _often(make(lambda x: x * (2 if x.device.type == "remote" else 3)), x_at()),
+    "its class": lambda make: _often(
+        make(lambda x: x * (2 if isinstance(x, dr.DistributedTensor) else 3)), x_at()
+    ),
+    "its place": lambda make: _often(make(lambda x: x * (x.place.node + 2)), x_at(1)),
+    "fullgraph": lambda make: _often(make(lambda x: x.sin().cos(), fullgraph=True), x_at()),
+    "nothing remote goes in": lambda make: _often(make(lambda n: torch.arange(n, device=REMOTE) * 2), 5),
+    "empty": lambda make: _often(make(lambda x: x[:0] * 2), x_at()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_compiled_gives_what_it_gives_uncompiled(name: str) -> None:
+    found = [
+        torch.utils._pytree.tree_flatten(dr.fetch(_tensors_alone(CASES[name](make))))
+        for make in (plain, compiled)
+    ]
+    (one, shape), (other, same_shape) = found
+    assert shape == same_shape
+    for a, b in zip(one, other):
+        assert torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b
+
+
+def _tensors_alone(tree: object) -> Any:
+    """Return a tree without the graphs of its tensors."""
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach(), tree)
+
+
+def test_replays_are_one_instruction_each(made: Any) -> None:
+    step = compiled(lambda x: (x * 2).relu() + 1)
+    x = x_at()
+    _often(step, x)
+    (graph,) = made
+    before = graph.replays
+    for _ in range(5):
+        step(x)
+    assert graph.replays == before + 5 and graph.why == ""
+
+
+def test_a_graph_with_tensors_of_this_process_says_so() -> None:
+    def act(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, torch.arange(3) + 1
+
+    with pytest.warns(UserWarning, match="operator by operator.*a tensor of this process"):
+        compiled(act)(x_at())
+
+
+def test_autocast_inside_says_so() -> None:
+    def act(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(REMOTE, dtype=torch.bfloat16):
+            return x @ x.T
+
+    with pytest.warns(UserWarning, match="autocast is on"):
+        assert compiled(act)(x_at()).dtype == torch.bfloat16
+
+
+def test_places_that_differ_are_both_named_at_the_users_line() -> None:
+    with pytest.raises(Exception, match="remote:0 and remote:1") as caught:
+        compiled(lambda x, y: x + y)(x_at(0), x_at(1))
+    assert "test_compile.py" in str(caught.value)
+
+
+def test_a_failure_in_a_graph_comes_with_the_users_line() -> None:
+    step = compiled(lambda x, i: x[i] * 2)
+    wrong = torch.tensor([0, 99], device=REMOTE)
+    for _ in range(4):
+        with pytest.raises(IndexError) as caught:
+            step(x_at(), wrong).sum().item()
+    assert "test_compile.py" in str(caught.value) and "eval_with_key" not in str(caught.value)
+
+
+def test_an_unknown_option_is_refused() -> None:
+    with pytest.raises(Exception, match=r'there is options=\{"compile": "inductor"\}'):
+        compiled(lambda x: x * 2, options={"triton.cudagraphs": True})(x_at())
+
+
+def test_an_optimizers_step_runs_as_it_is() -> None:
+    found = []
+    for make in (plain, compiled):
+        parameter = nn.Parameter(torch.ones(4, device=REMOTE))
+        step = make(torch.optim.Adam([parameter], 0.1).step)
+        for _ in range(4):
+            parameter.grad = torch.ones_like(parameter)
+            step()
+        found.append(dr.fetch(parameter))
+    assert torch.equal(*found)
+
+
+def test_inductor_compiles_it_on_the_worker(made: Any) -> None:
+    step = compiled(lambda x: ((x * 2).sin() + 1).relu() * 3, options={"compile": "inductor"})
+    x = x_at()
+    torch.testing.assert_close(dr.fetch(_often(step, x)), ((x.cpu() * 2).sin() + 1).relu() * 3)
+    (graph,) = made
+    assert graph.compiled() in ("inductor", "compiling") or "compiler" in graph.compiled()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_functions_give_the_same_compiled(seed: int) -> None:
+    assert differs(seed) == ""
+
+
+def test_a_graph_that_was_traced_apart_sees_memory_that_is_shared() -> None:
+    """torch's own `aot_eager` gives the old value there."""
+    step = compiled(lambda x, y: (x.add_(1), y * 2)[1], dynamic=False)
+    for _ in range(4):
+        step(torch.zeros(5, 4, device=REMOTE), torch.zeros(5, 4, device=REMOTE))
+    base = torch.zeros(16, 4, device=REMOTE)
+    assert step(base[:5], base[2:7]).sum().item() == 24
+
+
+def test_a_default_compilation_says_that_it_does_nothing() -> None:
+    with pytest.warns(UserWarning, match='backend="distruntime"'):
+        torch.compile(lambda x: x * 2, backend="aot_eager")(x_at())

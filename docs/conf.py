@@ -82,6 +82,7 @@ docs/shipping
 docs/places
 docs/streams
 docs/programs
+docs/compile
 docs/meshes
 docs/pipelines
 docs/primitives

@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any
 
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule, Node
 
 from ..errors import ConfigurationError
@@ -46,13 +47,11 @@ def distruntime(
     if torch.is_autocast_enabled("remote") or _enters_autocast(graph):
         _runs_plainly("autocast is on in it")
         return graph.forward
-    from torch._dynamo.backends.common import aot_autograd
-
     number = next(_numbers)
     own: Compiled = aot_autograd(
         fw_compiler=_compiler(f"forward {number}", compile),
         bw_compiler=_compiler(f"backward {number}", compile),
-        # A graph writes to arguments itself. Else each buffer of a batch norm would be a copy outside.
+        # A graph writes to arguments itself: each buffer of a batch norm would be a copy outside of it.
         keep_inference_input_mutations=True,
     )
     if not _share_memory(inputs):

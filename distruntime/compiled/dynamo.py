@@ -72,11 +72,11 @@ def _take_proxies(module: ModuleType) -> None:
         return wrap(self, value)
 
     def infer_subclass_type(value: object) -> type | None:
-        # Else what comes out of a graph would be wrapped anew in the proxy's own class.
+        # It would wrap what comes out of a graph anew in the proxy's own class.
         return None if type(value) is DistributedTensor else infer(value)
 
     def get_specialized_props(*args: Any) -> dict[str, Any]:
-        # Else `isinstance(x, dr.DistributedTensor)` would be False in a traced function.
+        # `isinstance(x, dr.DistributedTensor)` would be False in a traced function.
         found: dict[str, Any] = specialized(*args)
         if found["device"].type in REMOTE_TYPES and found["class_type"] is torch.Tensor:
             found["class_type"] = DistributedTensor

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from ..errors import ConfigurationError
 from ..log.handle import REMOTE_TYPES
+from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
 from .constants import Lifted, lift_constants
 from .graph import Graph
@@ -117,12 +118,14 @@ def _with(lifted: Lifted, graph: Graph) -> Compiled:
     """Return a function of a graph's own arguments. The constants travel at the first call."""
     if not lifted.number:
         return graph
-    constants: list[object] = []
+    sent: dict[Session, list[object]] = {}
 
     def run(*args: object) -> object:
-        if not constants:
-            constants.extend(lifted.make())
-        return graph(*args, *constants)
+        session = active_session()
+        if session not in sent:
+            sent.clear()
+            sent[session] = lifted.make()
+        return graph(*args, *sent[session])
 
     return run
 

@@ -31,6 +31,8 @@ from ..wire.messages import ARGUMENT, MADE
 
 # A graph of changing sizes has a plan for each size. More than so many are forgotten.
 _MOST_PLANS = 64
+# A kind of call that could not be recorded so often runs operator by operator from then on.
+_MOST_TRIES = 3
 Results = Sequence[object]
 
 
@@ -42,9 +44,11 @@ class Graph:
 
     def __init__(self, run: Callable[..., Results], name: str, compile: str | None) -> None:
         self._run, self._name, self._compile = run, name, compile
-        # Where a kind of call has been seen once, this is None: what its operators return is known by then.
-        self._plans: dict[Hashable, _Plan | None] = {}
+        # Before there is a plan, this counts the calls of a kind. At the first one nobody knows yet what its
+        # operators return.
+        self._plans: dict[Hashable, _Plan | int] = {}
         self._last: _Plan | None = None
+        self._session: Session | None = None
         self.replays = 0
         self.why = "it was not called yet"
 
@@ -55,15 +59,20 @@ class Graph:
                 self.why = "it was called amid a recording or under a dispatch mode"
                 return self._run(*args)
             session = active_session()
+            if session is not self._session or len(self._plans) > _MOST_PLANS:
+                self._plans, self._session = {}, session
             kind = _kind(args, session)
-            if kind not in self._plans:
-                if len(self._plans) >= _MOST_PLANS:
-                    self._plans.clear()
-                self._plans[kind] = None
+            plan = self._plans.get(kind, 0)
+            if plan == 0:
+                self._plans[kind] = 1
                 self.why = "it was the first call with arguments of this kind"
                 return self._run(*args)
-            plan = self._plans[kind]
-            if plan is None or not plan.usable():
+            if isinstance(plan, int):
+                if plan > _MOST_TRIES:
+                    return self._run(*args)
+                self._plans[kind] = plan + 1
+                return self._record(args, kind, session)
+            if not plan.usable():
                 return self._record(args, kind, session)
             self._last, self.replays, self.why = plan, self.replays + 1, ""
             return plan.replay(args)
@@ -197,7 +206,7 @@ def _kind(args: Sequence[object], session: Session) -> Hashable:
     found: list[object] = []
     memories: dict[int, int] = {}
     for k, arg in enumerate(args):
-        if type(arg) is DistributedTensor:
+        if isinstance(arg, DistributedTensor):
             handle = arg._handle
             found += handle.spec, handle.place, memories.setdefault(id(handle.storage), k)
         else:

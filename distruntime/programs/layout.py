@@ -87,6 +87,8 @@ class Layout:
         for name, maker in self._makers.items():
             if name not in returned:
                 self.over[max(self._users.get(name) or {maker})].append(name)
+        # What the recorded call has returned lives as long as its owner holds it, and not as long as a plan.
+        self._returned = {}
 
     def _note_known(self, before: Sequence[tuple[str, Storage]], leaves: Sequence[object]) -> None:
         """Note the memories that somebody outside a replay knows."""

@@ -15,6 +15,7 @@ import distruntime as dr
 from agree import REMOTE
 from compiled_programs import differs
 from distruntime.compiled import graph as graphs
+from processes import slots
 
 Compiler = Callable[..., Any]
 pytestmark = [
@@ -394,6 +395,23 @@ def test_a_graph_that_was_traced_apart_sees_memory_that_is_shared() -> None:
         step(torch.zeros(5, 4, device=REMOTE), torch.zeros(5, 4, device=REMOTE))
     base = torch.zeros(16, 4, device=REMOTE)
     assert step(base[:5], base[2:7]).sum().item() == 24
+
+
+@pytest.mark.parametrize("make", [dr.program, compiled])
+def test_what_a_recorded_call_returned_goes_with_its_owner(make: Any) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).to(REMOTE), x_at()
+    before = slots()
+    step = make(lambda x: model(x) * 2)
+    _often(step, x)
+    assert slots() == before
+
+
+def test_a_compiled_function_serves_the_next_session(fresh_session: Any) -> None:
+    step = compiled(lambda x: x * torch.tensor([1.0, 2.0], device=x.device))
+    for _ in range(2):
+        fresh_session()
+        for _ in range(4):
+            assert step(torch.ones(2, device=REMOTE)).tolist() == [1.0, 2.0]
 
 
 def test_a_default_compilation_says_that_it_does_nothing() -> None:

@@ -8,6 +8,7 @@ import inspect
 import pkgutil
 import subprocess
 import sys
+import threading
 from types import ModuleType
 
 import pytest
@@ -120,6 +121,11 @@ def test_the_methods_of_a_class_that_torch_does_not_have_are_documented(name: st
     assert [
         key for key, method in methods.items() if not method.__doc__ and key not in dir(torch.Tensor)
     ] == []
+
+
+def test_nothing_is_imported_ahead_once_a_session_is_there(session: object) -> None:
+    """`torch.compile` imports what needs that and is needed by it: of two threads, one may get half a module."""
+    assert "distruntime-imports" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_an_import_ahead_that_fails_because_the_process_ends_says_nothing(

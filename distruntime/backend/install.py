@@ -51,6 +51,8 @@ from .torch_save import save
 _aten = torch.ops.aten
 _library: list[torch.library.Library] = []
 _guards: list[_Guard] = []
+# The thread that imports ahead, until it was waited for.
+_ahead: list[threading.Thread] = []
 
 
 class _Guard(torch._C._acc.DeviceGuard):
@@ -139,10 +141,22 @@ def install() -> None:
     install_op_by_op()
     install_flex_attention()
     SPECIAL.update(COPIES)
-    threading.Thread(target=_import_ahead, name="distruntime-imports", daemon=True).start()
+    _ahead.append(threading.Thread(target=_import_ahead, name="distruntime-imports", daemon=True))
+    _ahead[0].start()
     torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]
     hide(__name__.partition(".")[0])
     os.register_at_fork(after_in_child=_forked)
+
+
+def await_imports() -> None:
+    """Block until what is imported ahead is there.
+
+    A script may import `torch._inductor` next, as `torch.compile` does. That and `torch._dynamo` import each
+    other, so that two threads which begin with either end in a `_DeadlockError` or with half a module.
+    """
+    while _ahead:
+        _ahead[-1].join()
+        _ahead.pop()
 
 
 def _import_ahead() -> None:

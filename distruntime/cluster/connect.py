@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..backend.determinism import follow_determinism
-from ..backend.install import install
+from ..backend.install import await_imports, install
 from ..backend.random import follow_seed
 from ..collectives.data_channels import Choice
 from ..collectives.group import Groups
@@ -210,6 +210,7 @@ def init_master_worker(
         say(attached(opened) + "\n")
     elif name is not None:
         say(f'began session "{name}"\n')
+    await_imports()
     return held
 
 

@@ -30,6 +30,7 @@ def install_dynamo() -> None:
         return
     _installed.append(True)
     when_imported("torch._subclasses.fake_tensor", _claim_lazy)
+    when_imported("torch._dynamo.trace_rules", _stay_out)
     when_imported("torch._dynamo.variables.builder", _take_proxies)
     when_imported("torch._dynamo.variables.tensor", _name_places)
     when_imported("torch.utils.checkpoint", _name_module)
@@ -56,6 +57,14 @@ def _claim_lazy(module: ModuleType) -> None:
 
     module.FakeTensor._normalize_fake_device = staticmethod(_normalize_fake_device)
     module.FakeTensor._find_common_device = staticmethod(_find_common_device)
+
+
+def _stay_out(module: ModuleType) -> None:
+    """Have Dynamo break the graph at functions of this package, those too that are imported later.
+
+    It would trace what a call of a `dr.remote` function looks at, and so take it for a constant.
+    """
+    module.add(__name__.partition(".")[0])
 
 
 def _take_proxies(module: ModuleType) -> None:

@@ -260,6 +260,18 @@ def _local_in_between(make: Compiler) -> object:
     return [str(y.device) for y in found], found
 
 
+_offset = 1.0
+
+
+def _calls_a_remote_function(make: Compiler) -> object:
+    global _offset
+    add = dr.remote(lambda x: x + _offset)
+    step, found = make(lambda x: add(x) * 2), []
+    for _offset in (1.0, 1.0, 1.0, 1.0, 5.0, 5.0):
+        found.append(step(x_at()))
+    return found
+
+
 CASES: dict[str, Callable[[Compiler], object]] = {
     "in place, a view outside": _mutated,
     "arguments that overlap": _overlapping,
@@ -280,6 +292,7 @@ CASES: dict[str, Callable[[Compiler], object]] = {
     "vmap": _vmapped,
     "recurrent": _recurrent,
     "local tensors": _local_in_between,
+    "a function of the worker's": _calls_a_remote_function,
     "a constant": lambda make: _often(
         make(lambda x: x[0] * torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device) * torch.tensor(2.0)), x_at()
     ),

@@ -124,7 +124,7 @@ def test_the_methods_of_a_class_that_torch_does_not_have_are_documented(name: st
 
 
 def test_nothing_is_imported_ahead_once_a_session_is_there(session: object) -> None:
-    """`torch.compile` imports what needs that and is needed by it: of two threads, one may get half a module."""
+    """`torch.compile` imports what needs that and is needed by it: one of two threads may get half of it."""
     assert "distruntime-imports" not in {thread.name for thread in threading.enumerate()}
 
 

@@ -92,14 +92,12 @@ def _watch_calls(module: ModuleType) -> None:
         if not isinstance(self, module.OptimizeContext) or self.export or not isinstance(made, FunctionType):
             return made
         original = made._torchdynamo_orig_callable  # type: ignore[attr-defined]
-        own_backend = is_own(self.callback)
-        alone = _alone if own_backend else _remote_call
+        why_not = _why_not_traced if is_own(self.callback) else _why_not_compiled
 
         @functools.wraps(made)
         def call(*args: object, **kwargs: object) -> object:
-            if active and alone(original, args, kwargs):
-                if not own_backend:
-                    _say_ignored()
+            if active and (why := why_not(original, args, kwargs)):
+                warnings.warn(why, stacklevel=2)
                 return original(*args, **kwargs)
             return made(*args, **kwargs)
 
@@ -117,24 +115,25 @@ def is_own(backend: object) -> bool:
     return getattr(backend, "compiler_name", "") == _OWN
 
 
-def _say_ignored() -> None:
-    warnings.warn(
-        "torch.compile does nothing to remote tensors by this backend: they run operator by operator. "
-        'torch.compile(model, backend="distruntime") makes one instruction of a forward pass',
-        stacklevel=3,
-    )
-
-
-def _alone(original: object, args: object, kwargs: object) -> bool:
-    """Whether a call for our own backend runs as it was written, since tracing would lose something."""
+def _why_not_traced(original: object, args: object, kwargs: object) -> str:
+    """Say why a call for our own backend runs as it was written, or return nothing."""
     if torch.is_autocast_enabled("remote"):
-        return True
-    return isinstance(getattr(original, "__self__", None), torch.optim.Optimizer) and _remote(original)
+        what = "autocast is on, and a traced graph would lose its casts"
+    elif isinstance(getattr(original, "__self__", None), torch.optim.Optimizer) and _remote(original):
+        what = "an optimizer's step is one instruction with fused=True"
+    else:
+        return ""
+    return f"what torch.compile was given runs operator by operator: {what}"
 
 
-def _remote_call(original: object, args: object, kwargs: object) -> bool:
-    """Whether a call for another backend has remote tensors."""
-    return _remote(original) or _remote(args) or _remote(kwargs)
+def _why_not_compiled(original: object, args: object, kwargs: object) -> str:
+    """Say why a call for another backend runs as it was written: it has remote tensors."""
+    if not (_remote(original) or _remote(args) or _remote(kwargs)):
+        return ""
+    return (
+        "torch.compile does nothing to remote tensors by this backend: they run operator by operator. "
+        'torch.compile(model, backend="distruntime") makes one instruction of a forward pass'
+    )
 
 
 def _remote(value: object) -> bool:

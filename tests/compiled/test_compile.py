@@ -20,6 +20,7 @@ from processes import slots
 Compiler = Callable[..., Any]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:a graph that torch.compile has traced runs operator by operator"),
+    pytest.mark.filterwarnings("ignore:what torch.compile was given runs operator by operator"),
     # Dynamo imports what torch itself warns of, and looks at what it warns of.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:.torch.jit.script"),
@@ -354,6 +355,15 @@ def test_autocast_inside_says_so() -> None:
 
     with pytest.warns(UserWarning, match="autocast is on"):
         assert compiled(act)(x_at()).dtype == torch.bfloat16
+
+
+def test_a_call_under_autocast_says_so() -> None:
+    step = compiled(lambda x: x @ x.T)
+    with (
+        pytest.warns(UserWarning, match="operator by operator: autocast is on"),
+        torch.autocast(REMOTE, dtype=torch.bfloat16),
+    ):
+        assert step(x_at()).dtype == torch.bfloat16
 
 
 def test_places_that_differ_are_both_named_at_the_users_line() -> None:

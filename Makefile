@@ -93,6 +93,7 @@ long: .venv/.tests
 	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/programs.py --programs 2000 --publish --masters 2 --simulate-cuda 2
 	PYTHONPATH=.:worker:tests/help $(BIN)/python tests/long/programs.py --programs 2000 --nodes 4 --threads 3
 	PYTHONPATH=.:worker:tests/help OMP_NUM_THREADS=1 $(BIN)/python tests/long/recorded.py --programs 200 --calls 25
+	PYTHONPATH=.:worker:tests/help OMP_NUM_THREADS=1 $(BIN)/python tests/long/compiled.py --functions 200
 	$(BIN)/python tests/accelerator/run.py --programs 5000 -k random_programs
 
 # These see that a lane runs, on a machine that has not what its figures need.

@@ -108,6 +108,7 @@ PIECES = (
         "python tests/long/soak.py --minutes 3",
     )),
     Piece("recorded", "OMP_NUM_THREADS=1 python tests/long/recorded.py --programs 20 --calls 25"),
+    Piece("compiled", "OMP_NUM_THREADS=1 python tests/long/compiled.py --functions 40"),
     Piece("machines", "make test-machines ARGS='{lot}'", (
         "old-processor small-shm", "one-core", "busy", "user", "home no-ipv6", "language", "ascii", "path",
         "settings",

@@ -71,15 +71,18 @@ def _models() -> dict[str, tuple[Callable[[], torch.nn.Module], Batch]]:
     }
 
 
-def _stepper(make: Callable[[], torch.nn.Module], batch: Batch, device: str) -> Callable[[], torch.Tensor]:
+def _stepper(
+    make: Callable[[], torch.nn.Module], batch: Batch, device: str, compiled: bool = False
+) -> Callable[[], torch.Tensor]:
     torch.manual_seed(0)
     model = make().train().to(device)
+    run = torch.compile(model, backend="distruntime") if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     inputs = {name: t.to(device) for name, t in batch.items()}
 
     def step() -> torch.Tensor:
         optimizer.zero_grad()
-        loss: torch.Tensor = model(**inputs).loss
+        loss: torch.Tensor = run(**inputs).loss
         loss.backward()
         optimizer.step()
         return loss
@@ -103,6 +106,14 @@ def _thread(step: Callable[[], torch.Tensor], steps: int) -> float:
     return spent
 
 
+def _whole(step: Callable[[], torch.Tensor], steps: int) -> float:
+    start = time.perf_counter()
+    for _ in range(steps):
+        loss = step()
+    loss.item()
+    return (time.perf_counter() - start) / steps
+
+
 def measure(quick: bool) -> list[Figure]:
     """Return the figures of each model: its first step, and issuing a later one; one worker, started here."""
     steps, rounds = (1, 2) if quick else (4, 7)
@@ -122,4 +133,17 @@ def measure(quick: bool) -> list[Figure]:
             )
             note = f"{ours * 1e3:.1f} ms, local {theirs * 1e3:.1f} ms"
             figures.append(Figure(f"issuing a step of {name} / the local step", ratio, "x", _BAR, note))
+            graphs = _stepper(make, batch, "remote", compiled=True)
+            # It is traced, then its operators are known, then it is recorded.
+            _thread(graphs, 4)
+            ratio, ours, theirs = in_turn(
+                partial(_thread, graphs, steps), partial(_thread, here, steps), rounds
+            )
+            note = f"{ours * 1e3:.1f} ms, local {theirs * 1e3:.1f} ms"
+            figures.append(Figure(f"the same by torch.compile, {name}", ratio, "x", None, note))
+            ratio, ours, theirs = in_turn(
+                partial(_whole, graphs, steps), partial(_whole, here, steps), rounds
+            )
+            note = f"{ours * 1e3:.1f} ms, local {theirs * 1e3:.1f} ms"
+            figures.append(Figure(f"the whole step by torch.compile, {name}", ratio, "x", None, note))
     return figures

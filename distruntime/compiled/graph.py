@@ -15,15 +15,12 @@ from ..errors import NotSupportedError, drop_frames
 from ..log.current import current_streams
 from ..log.handle import Residence
 from ..log.issue import noting
-from ..log.line import user_line
-from ..log.log import Log
-from ..log.tape import Tape, recorded
+from ..log.tape import recorded
 from ..operators.proxies import wrap
 from ..programs.begins import Moves, begins_of
 from ..programs.handlers import Handlers
 from ..programs.layout import Layout
-from ..programs.parts import Piece, Values
-from ..programs.recorder import record
+from ..programs.recorder import record, taping
 from ..programs.recording import Name, Recording
 from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
@@ -72,7 +69,7 @@ class Graph:
                     return self._run(*args)
                 self._plans[kind] = plan + 1
                 return self._record(args, kind, session)
-            if not plan.usable():
+            if not plan.layout.usable():
                 return self._record(args, kind, session)
             self._last, self.replays, self.why = plan, self.replays + 1, ""
             return plan.replay(args)
@@ -82,30 +79,20 @@ class Graph:
 
     def compiled(self) -> str:
         """Ask the worker what the plan that was used last runs as: see `Program.compiled`. Blocks."""
-        return "no call was replayed yet" if self._last is None else "; ".join(self._last.compiled())
+        return "no call was replayed yet" if self._last is None else self._last.layout.compiled()
 
     def _record(self, args: tuple[object, ...], kind: Hashable, session: Session) -> Results:
         """Run it operator by operator, and keep what it has issued, if a later call may issue that again."""
-        for node in session.nodes:
-            # What a kernel was wrongly said to return is corrected first.
-            if node.failed is None and node.checks.waiting:
-                session.drain(node)
+        session.drain_checks()
         tensors = [(k, arg) for k, arg in enumerate(args) if isinstance(arg, DistributedTensor)]
         names: dict[int, Name] = {tensor._handle.ref: (ARGUMENT, k) for k, tensor in reversed(tensors)}
-        current, tapes = current_streams.get(), list[tuple[Log, Tape]]()
-        handlers = Handlers()
+        current, handlers = current_streams.get(), Handlers()
         handlers.begin()
         try:
-            try:
-                for log in session.logs:
-                    tapes.append((log, log.begin_tape()))
-                with noting() as notes:
-                    handlers.run()
-                    found = self._run(*args)
-                    handlers.wait()
-            finally:
-                for log, tape in tapes:
-                    log.end_tape(tape)
+            with taping(session.logs) as tapes, noting() as notes:
+                handlers.run()
+                found = self._run(*args)
+                handlers.wait()
             if recorded.mixed:
                 self.why = "a signal's handler has issued something meanwhile"
                 return found
@@ -165,28 +152,14 @@ class _Plan:
             if one.name is not None and one.name[0] == MADE and isinstance(leaf, DistributedTensor)
         }
         begins = begins_of(args)
-        self._layout = Layout(recording, {}, (), made, {}, args, (), compile, Moves((begins, begins), {}), {})
-        self._logs: Sequence[Log] = self._layout.logs
-
-    def usable(self) -> bool:
-        """Whether its workers, its groups and its session are there."""
-        for log in self._logs:
-            if log.failed is not None or log.session.closed is not None:
-                return False
-        return all(bridge.between.broken() is None for bridge in self._layout.bridges)
+        self.layout = Layout(recording, {}, (), made, {}, args, (), compile, Moves((begins, begins), {}), {})
 
     def replay(self, args: Sequence[object]) -> Results:
         """Issue it, part by part; return its results. Blocks while a window is full.
 
         AOTAutograd counts the versions of what a graph writes to.
         """
-        layout = self._layout
-        values, line = Values(args, layout.specs), user_line()
-        for act, over in zip(layout.acts, layout.over):
-            act.issue(values, (), line, self._name)
-            for name in over:
-                values.made.pop(name, None)
-        made = values.made
+        made = self.layout.issue(args, (), self._name)
         return [
             one.plain
             if one.name is None
@@ -195,10 +168,6 @@ class _Plan:
             else wrap(DistributedTensor, made[one.name])
             for one in self._results
         ]
-
-    def compiled(self) -> list[str]:
-        """Return what became of its compiling. Block until what was issued before has run."""
-        return sorted({act.compiled() for act in self._layout.acts if isinstance(act, Piece)})
 
 
 def _kind(args: Sequence[object], session: Session) -> Hashable:

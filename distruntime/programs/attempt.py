@@ -16,8 +16,7 @@ from ..guards.seen import PLAIN
 from ..guards.tracing import traced
 from ..log.current import current_streams
 from ..log.issue import noting
-from ..log.log import Log
-from ..log.tape import Tape, not_in_a_program, recorded
+from ..log.tape import not_in_a_program, recorded
 from ..session.session import active_session
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD
@@ -25,7 +24,7 @@ from .begins import begins_of
 from .carried import kinds_found, renewed_kinds
 from .garbage import young_cycles_end
 from .handlers import Handlers
-from .recorder import record
+from .recorder import record, taping
 from .recording import Name
 from .run import (
     Run,
@@ -100,19 +99,17 @@ class Attempt:
 
     def call(self, first: bool, lenient: bool, handlers: Handlers) -> Stripped:
         """Call the function, and note what it does. Return what it returns."""
-        self._tapes: list[tuple[Log, Tape]] = []
         recorded.asked = self._asked
-        try:
-            for log in self._session.logs:
-                self._tapes.append((log, log.begin_tape()))
-            with watched(self.name, first, lenient), noting() as self._notes, young_cycles_end() as young:
-                result = traced(self.reads, self._called, handlers)
-                found = self._found = stripped(result, self._names, self.name)
-                del result
-                reasons = self.reads.settle(young.ids())
-        finally:
-            for log, tape in self._tapes:
-                log.end_tape(tape)
+        with (
+            taping(self._session.logs) as self._tapes,
+            watched(self.name, first, lenient),
+            noting() as self._notes,
+            young_cycles_end() as young,
+        ):
+            result = traced(self.reads, self._called, handlers)
+            found = self._found = stripped(result, self._names, self.name)
+            del result
+            reasons = self.reads.settle(young.ids())
         drawn = self._draws.used()
         reasons = [*([drawn] if drawn else ()), *reasons, *young.reasons]
         # It says why each call must be recorded, if that is so.

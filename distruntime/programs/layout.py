@@ -9,6 +9,7 @@ from ..errors import NotSupportedError
 from ..guards.arithmetic import Number
 from ..log.current import current_streams
 from ..log.handle import Handle, Place, Residence, Storage
+from ..log.line import user_line
 from ..log.log import Log
 from ..log.mesh_log import MeshLog
 from ..log.spec import NO_TENSOR, Spec
@@ -16,7 +17,7 @@ from ..session.session import session_of_log
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD, MADE
 from .begins import Moves
-from .parts import Bridge, Made, Needs, Piece, Where
+from .parts import Bridge, Made, Needs, Piece, Values, Where
 from .recording import Crossed, Name, Part, Recording
 from .run import Run
 
@@ -89,6 +90,27 @@ class Layout:
                 self.over[max(self._users.get(name) or {maker})].append(name)
         # What the recorded call has returned lives as long as its owner holds it, and not as long as a plan.
         self._returned = {}
+
+    def usable(self) -> bool:
+        """Whether its workers, its groups and its session are there."""
+        for log in self.logs:
+            if log.failed is not None or log.session.closed is not None:
+                return False
+        return all(bridge.between.broken() is None for bridge in self.bridges)
+
+    def issue(self, leaves: Sequence[object], numbers: Sequence[float], name: str) -> Mapping[Name, Handle]:
+        """Issue it, part by part; return what is made for the caller. Blocks while a window is full."""
+        values, line = Values(leaves, self.specs), user_line()
+        for act, over in zip(self.acts, self.over):
+            act.issue(values, numbers, line, name)
+            for gone in over:
+                values.made.pop(gone, None)
+        return values.made
+
+    def compiled(self) -> str:
+        """Return what became of its compiling. Block until what was issued before has run."""
+        found = sorted({act.compiled() for act in self.acts if isinstance(act, Piece)})
+        return "compiling" if "compiling" in found else "; ".join(found)
 
     def _note_known(self, before: Sequence[tuple[str, Storage]], leaves: Sequence[object]) -> None:
         """Note the memories that somebody outside a replay knows."""

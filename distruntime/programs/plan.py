@@ -14,7 +14,6 @@ from ..guards.guards import Guards
 from ..guards.seen import same
 from ..log.current import current_device, current_mesh, current_node, current_streams
 from ..log.handle import Handle
-from ..log.line import user_line
 from ..log.log import Log
 from ..session.session import session_of_log
 from ..tensors.tensor import DistributedTensor
@@ -23,7 +22,6 @@ from .attempt import Attempt
 from .carried import Carried, Taken
 from .graphs import given
 from .layout import Layout, is_new, kept_behind
-from .parts import Piece, Values
 from .recording import Name
 from .run import Run, laid_out
 from .vain import Tries
@@ -121,8 +119,7 @@ class Plan:
 
     def compiled(self) -> str:
         """Return what became of its compiling. Block until what was issued before has run."""
-        found = sorted({act.compiled() for act in self._used.acts if isinstance(act, Piece)})
-        return "compiling" if "compiling" in found else "; ".join(found)
+        return self._used.compiled()
 
     def does_as(self, other: Plan) -> bool:
         """Whether another plan does the same with the same kinds of tensors."""
@@ -200,10 +197,7 @@ class Plan:
 
     def usable(self) -> bool:
         """Whether its workers, its groups and its session are there."""
-        for log in self.logs:
-            if log.failed is not None or log.session.closed is not None:
-                return False
-        return all(bridge.between.broken() is None for bridge in self._layout.bridges)
+        return self._layout.usable()
 
     def numbers(self, leaves: Sequence[object]) -> list[float] | None:
         """Return the numbers that this call brings; None where nobody knows which float they follow."""
@@ -227,15 +221,11 @@ class Plan:
             layout = self._open
             operands = [*leaves, *map(taken.instead_of, self._entries)]
         self._used = layout
-        values, line = Values(operands, layout.specs), user_line()
-        for act, over in zip(layout.acts, layout.over):
-            act.issue(values, numbers, line, self.name)
-            for name in over:
-                values.made.pop(name, None)
+        made = layout.issue(operands, numbers, self.name)
         if taken is not None:
             taken.put_own()
         self.replays += 1
-        return self._given(leaves, values.made)
+        return self._given(leaves, made)
 
     def _count_versions(self, leaves: Sequence[object]) -> None:
         changed = [one.thing for one in self._changed]

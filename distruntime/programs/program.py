@@ -189,11 +189,7 @@ class Program(Generic[P, R]):
         why = anew.why_of(leaves)
         self.recordings += 1
         self.why = "it was the first call of its kind" if first else why
-        session = active_session()
-        for node in session.nodes:
-            # What a kernel was wrongly said to return is corrected first.
-            if node.failed is None and node.checks.waiting:
-                session.drain(node)
+        active_session().drain_checks()
         handlers.begin()
         attempt = Attempt(self._name, self._fn, args, kwargs, leaves)
         found = attempt.call(first, lenient, handlers)

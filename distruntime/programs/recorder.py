@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from ..log.issue import Noted, Streams
 from ..log.line import Line
@@ -200,6 +201,19 @@ class _Recorder:
             found.unfit = "it did what is done once"
             return HELD, f"ref {value}"
         return name
+
+
+@contextmanager
+def taping(logs: Iterable[Log]) -> Iterator[list[tuple[Log, Tape]]]:
+    """Let each of these logs note what it gets, until the block ends."""
+    tapes: list[tuple[Log, Tape]] = []
+    try:
+        for log in logs:
+            tapes.append((log, log.begin_tape()))
+        yield tapes
+    finally:
+        for log, tape in tapes:
+            log.end_tape(tape)
 
 
 def record(

@@ -370,6 +370,12 @@ class Session:
         self.raise_for(request)
         return True
 
+    def drain_checks(self) -> None:
+        """Block until workers have confirmed what new operators return, or have corrected it."""
+        for node in self.nodes:
+            if node.failed is None and node.checks.waiting:
+                self.drain(node)
+
     def until_run(self, node: Node) -> Request[None]:
         """Ask a worker to answer when it has run everything issued so far. Return at once."""
         node.require_alive()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor
+from torch._dynamo.utils import preserve_rng_state
 
 import distruntime as dr
 from agree import REMOTE
 from distruntime.wire.codec import OPERAND
 from distruntime.wire.messages import ARGUMENT, FLOAT, HELD, MADE
 from distruntime_worker.programs.definition import Definition, Instruction, Name, Row
+from distruntime_worker.programs.inductor import _compiled
 from distruntime_worker.programs.regions import Inputs, Region, graph_of, regions_of
 from distruntime_worker.programs.source import NotBegun, Source
 from distruntime_worker.values.step import Slots
@@ -156,6 +160,35 @@ def _ready(program: Any) -> None:
 
 
 @pytest.mark.slow
+def test_a_compilation_leaves_random_numbers_alone_that_are_drawn_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch puts the generators' states back behind it: what was drawn meanwhile came once more."""
+    begun, drawn = threading.Event(), threading.Event()
+
+    def compile(module: object, inputs: object) -> object:
+        with preserve_rng_state():
+            begun.set()
+            assert drawn.wait(60)
+        return module
+
+    monkeypatch.setattr(torch._inductor, "compile", compile)
+    torch.manual_seed(3)
+    expected = torch.rand(2), torch.rand(2)
+    torch.manual_seed(3)
+    thread = threading.Thread(target=_compiled, args=(torch.fx.GraphModule({}, torch.fx.Graph()), []))
+    thread.start()
+    assert begun.wait(60)
+    first = torch.rand(2)
+    drawn.set()
+    thread.join(60)
+    assert torch.equal(first, expected[0]) and torch.equal(torch.rand(2), expected[1])
+    # A thread that compiles nothing puts them back, as before.
+    with preserve_rng_state():
+        before = torch.rand(2)
+    assert torch.equal(torch.rand(2), before)
+
+
 def test_a_compiled_program_does_what_eager_does(session: object) -> None:
     there, here = torch.ones(8, device=REMOTE), torch.ones(8)
     table, held = torch.arange(12.0, device=REMOTE).view(6, 2), torch.arange(12.0).view(6, 2)

@@ -36,7 +36,8 @@ def lift_constants(module: GraphModule) -> Lifted:
         # Whoever calls the graph may write to what it returns.
         and not any(user.op == "output" for user in node.users)
     ]
-    if not edge or any(not _can_be_sent(node) for node in edge):
+    remote = [found for node in edge if (found := _as_remote(node)) is not None]
+    if not edge or len(remote) < len(edge):
         return Lifted(module, 0, list)
     first, rest = Graph(), Graph()
     made: dict[Node, Node] = {}
@@ -48,18 +49,20 @@ def lift_constants(module: GraphModule) -> Lifted:
     for node in module.graph.nodes:
         if node.op == "placeholder":
             kept[node] = rest.node_copy(node, kept.__getitem__)
-    for node in edge:
+    for node, found in zip(edge, remote):
         kept[node] = rest.placeholder(f"constant_{node.name}")
-        kept[node].meta["val"] = _sent_fake(node)
+        # The graph is looked through for what is local, and this is not any more.
+        kept[node].meta["val"] = found
     for node in module.graph.nodes:
-        if node.op != "placeholder" and node not in kept and (node not in constant or _is_returned(node)):
+        # A constant that is returned is computed at each call.
+        if node.op != "placeholder" and node not in constant:
             _copy_needed(node, kept, rest)
     maker = GraphModule(module, first)
-    targets = [_place_of_users(node) for node in edge]
+    devices = [found.device for found in remote]
 
     def make() -> list[object]:
         with torch.no_grad():
-            return [value.to(target) for value, target in zip(maker(), targets)]
+            return [value.to(device) for value, device in zip(maker(), devices)]
 
     return Lifted(GraphModule(module, rest), len(edge), make)
 
@@ -81,37 +84,16 @@ def _is_constant(node: Node, known: set[Node]) -> bool:
     return all(one in known for one in node.all_input_nodes) and torch.Tag.nondeterministic_seeded not in tags
 
 
-def _is_returned(node: Node) -> bool:
-    return any(user.op == "output" for user in node.users)
+def _as_remote(node: Node) -> torch.Tensor | None:
+    """Return what a constant is once it is sent, as a fake. None if it cannot be sent.
 
-
-def _is_remote(node: Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.device.type in REMOTE_TYPES
-
-
-def _can_be_sent(node: Node) -> bool:
-    """Whether a constant is remote, or a number that remote tensors meet: torch takes one from any device."""
+    It is remote itself, or a number that remote tensors meet: torch takes one from any device.
+    """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
-        return False
-    return _is_remote(node) or (value.dim() == 0 and _place_of_users(node) is not None)
-
-
-def _place_of_users(node: Node) -> torch.device | None:
-    """Return the place of a constant: its own, or else that of what is made of it."""
-    for one in (node, *node.users):
-        if _is_remote(one):
-            value = one.meta["val"]
-            assert isinstance(value, torch.Tensor)
-            return value.device
+        return None
+    makes = [node, *node.users] if value.dim() == 0 else [node]
+    for found in (one.meta.get("val") for one in makes):
+        if isinstance(found, torch.Tensor) and found.device.type in REMOTE_TYPES:
+            return found
     return None
-
-
-def _sent_fake(node: Node) -> torch.Tensor:
-    """Return the fake of a constant once it is sent: a graph is looked through for what is local."""
-    value = node.meta["val"]
-    assert isinstance(value, torch.Tensor)
-    if _is_remote(node):
-        return value
-    return next(user.meta["val"] for user in node.users if _is_remote(user))  # type: ignore[no-any-return]

@@ -135,10 +135,7 @@ def attention(
                 query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
             )[0]
             return result.squeeze(0) if single else result
-        return op.decompose(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    if not proxies:
+    if place.has_cpu_kernels or not proxies:
         return op.decompose(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

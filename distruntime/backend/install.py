@@ -51,7 +51,7 @@ from .torch_save import save
 _aten = torch.ops.aten
 _library: list[torch.library.Library] = []
 _guards: list[_Guard] = []
-# The thread that imports ahead, until it was waited for.
+# The thread that imports ahead, once there is one.
 _ahead: list[threading.Thread] = []
 
 
@@ -154,9 +154,8 @@ def await_imports() -> None:
     A script may import `torch._inductor` next, as `torch.compile` does. That and `torch._dynamo` import each
     other, so that two threads which begin with either end in a `_DeadlockError` or with half a module.
     """
-    while _ahead:
-        _ahead[-1].join()
-        _ahead.pop()
+    for thread in _ahead:
+        thread.join()
 
 
 def _import_ahead() -> None:

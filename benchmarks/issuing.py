@@ -90,12 +90,6 @@ def _stepper(
     return step
 
 
-def _first(step: Callable[[], torch.Tensor]) -> float:
-    start = time.perf_counter()
-    step().item()
-    return time.perf_counter() - start
-
-
 def _thread(step: Callable[[], torch.Tensor], steps: int) -> float:
     start = time.thread_time()
     for _ in range(steps):
@@ -118,32 +112,33 @@ def measure(quick: bool) -> list[Figure]:
     """Return the figures of each model: its first step, and issuing a later one; one worker, started here."""
     steps, rounds = (1, 2) if quick else (4, 7)
     figures = []
+
+    def against(
+        name: str,
+        timed: Callable[[Callable[[], torch.Tensor], int], float],
+        there: Callable[[], torch.Tensor],
+        here: Callable[[], torch.Tensor],
+        bar: float | None = None,
+    ) -> None:
+        """Add the figure of one step against the other, in turn."""
+        ratio, ours, theirs = in_turn(partial(timed, there, steps), partial(timed, here, steps), rounds)
+        note = f"{ours * 1e3:.1f} ms, local {theirs * 1e3:.1f} ms"
+        figures.append(Figure(name, ratio, "x", bar, note))
+
     with warnings.catch_warnings(), dr.init_master_worker(world_size=1, quiet=True):
         warnings.simplefilter("ignore")
         for name, (make, batch) in _models().items():
             here, there = _stepper(make, batch, "cpu"), _stepper(make, batch, "remote")
-            local, remote = _first(here), _first(there)
+            local, remote = _whole(here, 1), _whole(there, 1)
             note = f"{remote * 1e3:.0f} ms, local {local * 1e3:.0f} ms"
             figures.append(Figure(f"first step of {name} / local", remote / local, "x", 2.5, note))
             for step in (here, there):
                 _thread(step, 2)
             gc.collect()
-            ratio, ours, theirs = in_turn(
-                partial(_thread, there, steps), partial(_thread, here, steps), rounds
-            )
-            note = f"{ours * 1e3:.1f} ms, local {theirs * 1e3:.1f} ms"
-            figures.append(Figure(f"issuing a step of {name} / the local step", ratio, "x", _BAR, note))
+            against(f"issuing a step of {name} / the local step", _thread, there, here, _BAR)
             graphs = _stepper(make, batch, "remote", compiled=True)
             # It is traced, then its operators are known, then it is recorded.
             _thread(graphs, 4)
-            ratio, ours, theirs = in_turn(
-                partial(_thread, graphs, steps), partial(_thread, here, steps), rounds
-            )
-            note = f"{ours * 1e3:.1f} ms, local {theirs * 1e3:.1f} ms"
-            figures.append(Figure(f"the same by torch.compile, {name}", ratio, "x", None, note))
-            ratio, ours, theirs = in_turn(
-                partial(_whole, graphs, steps), partial(_whole, here, steps), rounds
-            )
-            note = f"{ours * 1e3:.1f} ms, local {theirs * 1e3:.1f} ms"
-            figures.append(Figure(f"the whole step by torch.compile, {name}", ratio, "x", None, note))
+            against(f"the same by torch.compile, {name}", _thread, graphs, here)
+            against(f"the whole step by torch.compile, {name}", _whole, graphs, here)
     return figures

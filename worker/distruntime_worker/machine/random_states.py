@@ -1,6 +1,11 @@
-"""The random states of the accelerators of this machine."""
+"""The random states of the accelerators of this machine, and of its CPU where a library sets them."""
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
 
 import torch
 
@@ -8,6 +13,9 @@ from .accelerator import MPS, module
 
 # The random state of these kinds has so many bytes: a seed and an offset.
 _STATE_BYTES = {"cuda": 16, "xpu": 16}
+# torch's compiler sets the states of these.
+_SET: tuple[ModuleType, ...] = (torch.random, torch.cuda, torch.xpu)
+_SetState = Callable[..., None]  # type: ignore[explicit-any]
 
 
 def manual_seed(device: torch.device, seed: int) -> None:
@@ -42,3 +50,24 @@ def new_rng_state(device: torch.device) -> torch.Tensor:
 def _which(device: torch.device) -> list[torch.device]:
     # `torch.mps` has one device and takes none by name.
     return [] if device.type == MPS else [device]
+
+
+@contextmanager
+def states_left() -> Iterator[None]:
+    """Let no state be set by this thread in torch's own Python. One thread at a time may be in here."""
+    mine, own = threading.get_ident(), [(owner, owner.set_rng_state) for owner in _SET]
+
+    def unless_mine(set_state: _SetState) -> _SetState:
+        def set_rng_state(*args: object, **kwargs: object) -> None:
+            if threading.get_ident() != mine:
+                set_state(*args, **kwargs)
+
+        return set_rng_state
+
+    for owner, set_state in own:
+        owner.set_rng_state = unless_mine(set_state)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for owner, set_state in own:
+            owner.set_rng_state = set_state  # type: ignore[attr-defined]

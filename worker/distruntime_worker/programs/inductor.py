@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import ModuleType
+from collections.abc import Callable, Sequence
 
 import torch
 
 from distruntime.errors import ProtocolError
 from distruntime.wire.messages import ARGUMENT, HELD, Plain
 
+from ..machine.random_states import states_left
 from ..values.objects import Poisoned
 from ..values.step import Pattern, Slots, Step, Words
 from .definition import Definition, Name
@@ -25,9 +24,6 @@ from .source import NotBegun, Source, Straight
 
 # Inductor compiles one program at a time.
 _compiling = threading.Lock()
-# Inductor puts back what it finds in these.
-_GENERATORS: tuple[ModuleType, ...] = (torch.random, torch.cuda, torch.xpu)
-_SetState = Callable[..., None]  # type: ignore[explicit-any]
 _WAITS = "in no call so far the arguments had memory of their own"
 _TOO_FEW = "no three operators that Inductor may compile stand together"
 
@@ -133,37 +129,14 @@ def _memory(value: torch.Tensor) -> int:
     return found
 
 
-@contextmanager
-def _random_states_left() -> Iterator[None]:
-    """Let this thread put no generator's state back. Call it for one thread at a time.
-
-    Inductor draws nothing here. It puts the states back all the same in which it found them, seconds ago:
-    what sessions have drawn beside it meanwhile would be drawn once more.
-    """
-    mine, own = threading.get_ident(), [(owner, owner.set_rng_state) for owner in _GENERATORS]
-
-    def unless_mine(set_state: _SetState) -> _SetState:
-        def set_rng_state(*args: object, **kwargs: object) -> None:
-            if threading.get_ident() != mine:
-                set_state(*args, **kwargs)
-
-        return set_rng_state
-
-    for owner, set_state in own:
-        owner.set_rng_state = unless_mine(set_state)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        for owner, set_state in own:
-            owner.set_rng_state = set_state  # type: ignore[attr-defined]
-
-
 def _compiled(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
     """Compile a graph for inputs like these, by AOTAutograd and Inductor. Blocks for seconds."""
     # Importing it takes seconds, which no other program should pay.
     inductor = importlib.import_module("torch._inductor")
     # A pool of processes is for the many kernels of GPUs.
-    with inductor.config.patch(compile_threads=1), torch.no_grad(), _random_states_left():
+    # Inductor draws nothing, and would put back the states that it found seconds ago: what sessions drew
+    # meanwhile would be drawn once more.
+    with inductor.config.patch(compile_threads=1), torch.no_grad(), states_left():
         call: Compiled = inductor.compile(module, list(inputs))
 
     def run(*values: torch.Tensor) -> Sequence[torch.Tensor]:

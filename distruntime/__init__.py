@@ -1,6 +1,7 @@
 """Remote PyTorch tensors: one process drives many workers that own the real ones. See README.md.
 
-Importing changes nothing but what is printed behind some errors; `init_master_worker` opens a session.
+Importing changes nothing but what is printed behind some errors, and offers `torch.compile` one more backend.
+`init_master_worker` opens a session.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import typing
 
 from . import first_use as _first_use
 from . import hints as _hints
+from .compiled import name as _name
 from .version import __version__ as __version__
 
 # A public name is imported when it is first used. The import of torch takes two seconds, and so
@@ -154,6 +156,7 @@ _MODULES = {
 }
 _first_use.publish(__name__, _MODULES)
 _hints.install()
+_name.install_name()
 
 
 def __getattr__(name: str) -> object:

@@ -42,10 +42,8 @@ def _claim_lazy(module: ModuleType) -> None:
     Autograd has no thread for fakes of "remote": to trace the backward pass would fail by an assertion.
     Errors name the place as the user does.
     """
-    normalize, common = module.FakeTensor._normalize_fake_device, module.FakeTensor._find_common_device
-
-    def _normalize_fake_device(device: torch.device) -> torch.device:
-        return active_session().places.meant(device).lazy if device.type == "remote" else normalize(device)
+    fake = module.FakeTensor
+    common = fake._find_common_device
 
     def _find_common_device(*args: Any) -> Any:
         try:
@@ -55,8 +53,27 @@ def _claim_lazy(module: ModuleType) -> None:
                 raise
             raise RuntimeError(_LAZY.sub(r"remote:\1", str(error))) from None
 
-    module.FakeTensor._normalize_fake_device = staticmethod(_normalize_fake_device)
-    module.FakeTensor._find_common_device = staticmethod(_find_common_device)
+    fake._find_common_device = staticmethod(_find_common_device)
+    if hasattr(fake, "_normalize_fake_device"):
+        normalize = fake._normalize_fake_device
+        fake._normalize_fake_device = staticmethod(lambda device: _claimed(device) or normalize(device))
+        return
+    # Before torch 2.13 each fake sees to it itself, and a fake of a view is told its device once more.
+    new = fake.__new__
+
+    def __new__(cls: type, mode: Any, elem: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+        return new(cls, mode, elem, _claimed(torch.device(device)) or device, *args, **kwargs)
+
+    def claim(self: Any, device: torch.device) -> None:
+        vars(self)["fake_device"] = _claimed(device) or device
+
+    fake.__new__ = staticmethod(__new__)
+    fake.fake_device = property(lambda self: vars(self)["fake_device"], claim)
+
+
+def _claimed(device: torch.device) -> torch.device | None:
+    """Return the device that a fake of a proxy claims, or None for other fakes."""
+    return active_session().places.meant(device).lazy if device.type == "remote" else None
 
 
 def _stay_out(module: ModuleType) -> None:

@@ -238,7 +238,10 @@ class Stream:
 
     def query(self) -> bool:
         """Return whether all that this stream has been given has run. Asks the worker: one round trip."""
-        return self.record_event().query()
+        log = self.check()
+        with log.lock:
+            position = _end(log, self.number)
+        return _has_passed(log, self.number, position)
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Block until all that this stream has been given has run; raise the first unread failure.
@@ -271,6 +274,21 @@ class Stream:
         Waits that it stands in are dropped too.
         """
         drop(self.check(), [self.number])
+
+
+def _end(log: Log, stream: int) -> int:
+    """Return the position of the last instruction that a stream has been given. The caller holds the lock."""
+    return log.base + len(log.words) if log.order is None else log.order.last[stream]
+
+
+def _has_passed(log: Log, stream: int, position: int) -> bool:
+    """Ask each worker of a log whether a stream has run up to a position: one round trip."""
+    log.flush()
+    session = session_of_log(log)
+    asked = [
+        session.ask(worker, AskPassed, [log.stream_on_wire(stream), position]) for worker in workers_of(log)
+    ]
+    return all([session.value(request) for request in asked])
 
 
 class Event:
@@ -334,11 +352,11 @@ class Event:
                     issue([STAMP, stamp.ref, home.place.local_device], [stamp], (), (), home, line)
             if log.order is None:
                 # A free may come behind the word meanwhile, so its own entry tells where it stands.
-                position = log.append([MARK], line)[0] if log.asynchronous else log.base + len(log.words)
+                position = log.append([MARK], line)[0] if log.asynchronous else _end(log, stream.number)
             else:
                 if log.asynchronous:
                     log.order.put(stream.number, [MARK], line)
-                position = log.order.last[stream.number]
+                position = _end(log, stream.number)
         self._recorded = _Recorded(stream, position, line, stamp)
 
     def wait(self, stream: Stream | None = None, timeout: float | None = None) -> None:
@@ -395,12 +413,7 @@ class Event:
         recorded = self._recorded
         if recorded is None:
             return True
-        log = recorded.stream.check()
-        log.flush()
-        where = [log.stream_on_wire(recorded.stream.number), recorded.position]
-        session = session_of_log(log)
-        asked = [session.ask(worker, AskPassed, where) for worker in workers_of(log)]
-        return all([session.value(request) for request in asked])
+        return _has_passed(recorded.stream.check(), recorded.stream.number, recorded.position)
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Block until all before the event has run; raise the node's first failure that nobody has read.

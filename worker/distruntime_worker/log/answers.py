@@ -164,9 +164,7 @@ class Answers:
             stream = self._stream(number)
             if not self._reached(stream, position):
                 return False
-            if self._state.devices.asynchronous and not all(
-                event.query() for event in stream.events(position)
-            ):
+            if self._state.devices.asynchronous and not stream.has_run(position):
                 return False
         return True
 

@@ -135,15 +135,17 @@ class Stream:
         With `device` they are those that come after what was issued to it.
         """
         found: list[accelerator.Moment] = []
-        if self.number:
-            streams = [] if self.native is None or self.native.device in accelerator.lost else [self.native]
-        else:
-            streams = accelerator.default_streams()
-        for stream in streams:
+        for stream in self._natives():
             if self._tells(stream, device):
                 with lost.tolerated("an event"):
                     found.append(accelerator.moment(stream))
         return found
+
+    def _natives(self) -> list[torch.Stream]:
+        """Return the devices' streams behind this one."""
+        if not self.number:
+            return accelerator.default_streams()
+        return [] if self.native is None or self.native.device in accelerator.lost else [self.native]
 
     def on(self, device: torch.device) -> torch.Stream:
         """Return the device's stream to which this one issues kernels of a device."""
@@ -184,6 +186,12 @@ class Stream:
         """
         found = self.marked(position, device)
         return self._moments(device) if found is None else found
+
+    def has_run(self, position: int) -> bool:
+        """Whether the devices have run what was issued up to `position`."""
+        events = self.marked(position)
+        # An event that is made now would not have happened yet on a stream at rest.
+        return all(one.query() for one in (self._natives() if events is None else events))
 
     def wait_for(self, events: Sequence[torch.Event]) -> None:
         """Make the kernels that follow wait for `events`, without blocking this thread, unless it is a CPU's.

@@ -525,6 +525,7 @@ def _give_memory_back() -> None:
     with lost.tolerated("giving memory back"):
         uploads().empty()
         downloads().empty()
+        hardware.forget_workspaces()
         hardware.empty_cache()
 
 

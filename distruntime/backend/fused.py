@@ -25,6 +25,7 @@ from ..log.handle import Handle, Residence, new_value
 from ..log.issue import issue
 from ..log.line import user_line
 from ..log.log import relieve
+from ..log.mesh_log import workers_of
 from ..log.spec import NO_TENSOR, Spec, spec, spec_from_wire, spec_of
 from ..operators.ask_worker import PENDING, ask_specs, await_specs
 from ..operators.dispatch import dispatch
@@ -135,6 +136,12 @@ def attention(
                 query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
             )[0]
             return result.squeeze(0) if single else result
+    elif not proxies and _fits_efficient(place, specs, attn_mask is not None, enable_gqa):
+        wants = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+        found = _aten._scaled_dot_product_efficient_attention.default(
+            query, key, value, None, wants, dropout_p, is_causal, scale=scale
+        )
+        return found[0]
     if place.has_cpu_kernels or not proxies:
         return op.decompose(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -154,6 +161,34 @@ def _hinted(tensor: torch.Tensor) -> Spec:
         return tuple(n if type(n) is int else int(n.node.hint) for n in numbers)  # type: ignore[attr-defined]
 
     return spec(hinted(tensor.size()), hinted(tensor.stride()), 0, tensor.dtype)
+
+
+def _fits_efficient(place: Residence, specs: Sequence[Spec], masked: bool, enable_gqa: bool) -> bool:
+    """Whether a GPU's memory-efficient kernel takes a tracer's attention as it is.
+
+    A graph has to name its kernel before the device sees it. This one takes all dtypes and most sizes, and
+    all its results are tensors. Its rules are those of torch's own choice (`sdp_utils.cpp`).
+    """
+    dtype, width = specs[0].dtype, specs[0].size[-1]
+    bytes_of = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}.get(dtype)
+    if place.kind != "cuda" or masked or enable_gqa or bytes_of is None:
+        return False
+    if not torch.backends.cuda.mem_efficient_sdp_enabled() or any(len(s.size) != 4 for s in specs):
+        return False
+    if dtype is torch.bfloat16 and any(
+        float(device.capability) < 8
+        for worker in workers_of(place.node)
+        for device in worker.welcome.devices
+        if device.capability
+    ):
+        return False
+    # The kernel reads 16 bytes at once along the last dimension.
+    return (
+        all(s.stride[-1] == 1 and s.size[-1] * bytes_of % 16 == 0 for s in specs)
+        and all(s.size[1] == specs[0].size[1] for s in specs)
+        and specs[1].size[-1] == width
+        and 0 not in (*specs[0].size, *specs[1].size)
+    )
 
 
 @lru_cache(maxsize=1 << 12)

@@ -14,6 +14,13 @@ from types import TracebackType
 from typing import Protocol
 
 _DEVICE = re.compile(r"device type at start of device string: (\w+)")
+# torch's autograd engine asserts it where gradients are on a GPU of this process.
+_TWO_ACCELERATORS = "opt_ready_stream && opt_parent_stream"
+ONE_ACCELERATOR = (
+    "torch's backward pass knows one kind of accelerator in a process (pytorch/pytorch#161129). From the"
+    ' first session on that is "remote", so gradients on a GPU here fail. Train on this GPU through a'
+    " worker (init_master_worker() starts one), or in a process without a session"
+)
 
 
 class _Events(Protocol):
@@ -39,6 +46,8 @@ def hint(error: BaseException | None, ipython: bool = False) -> str:
             )
         if difflib.get_close_matches(name, ["remote"]):
             return f'distruntime: did you mean device="remote"? Got {name!r}'
+    if isinstance(error, RuntimeError) and _TWO_ACCELERATORS in str(error):
+        return f"distruntime: {ONE_ACCELERATOR}"
     # Python's own prompt suggests a name by itself.
     if ipython and isinstance(error, AttributeError) and error.name:
         if any(_is_ours(base) for base in type(error.obj).__mro__):

@@ -37,6 +37,11 @@ def test_a_mistyped_device_gets_a_suggestion() -> None:
     assert hint(None) == hint(ValueError("remote")) == ""
 
 
+def test_gradients_on_a_gpu_of_this_process_are_explained() -> None:
+    asserted = RuntimeError("opt_ready_stream && opt_parent_stream INTERNAL ASSERT FAILED at engine.cpp:1084")
+    assert "through a worker" in hint(asserted)
+
+
 def test_ipython_suggests_an_attribute_of_a_remote_tensor(session: object) -> None:
     import torch
 

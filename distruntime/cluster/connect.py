@@ -5,11 +5,14 @@ from __future__ import annotations
 import atexit
 import os
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
+
+import torch
 
 from ..backend.determinism import follow_determinism
 from ..backend.install import await_imports, install
@@ -18,6 +21,7 @@ from ..collectives.data_channels import Choice
 from ..collectives.group import Groups
 from ..compiled.dynamo import install_dynamo
 from ..errors import ConfigurationError, ConnectionFailed, UsageError, without_our_frames
+from ..hints import ONE_ACCELERATOR
 from ..mesh.data_parallel import install_data_parallel
 from ..session import session as inner
 from ..session.interrupts import watch_prompt
@@ -162,6 +166,9 @@ def init_master_worker(
     raise_limit()
     sweep()
     found = _noted(name, resume is True) if resume and not (workers or listen) and name is not None else None
+    if torch.cuda.is_initialized():
+        # Who has used a GPU here would hear of it from an assertion in torch's C++, some lines later.
+        warnings.warn(ONE_ACCELERATOR, stacklevel=2)
     install()
     install_dynamo()
     install_data_parallel()

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import final
 
 from ..errors import ProtocolError, WaitTimeout, without_our_frames
-from ..log.line import file_name, line_text, of_a_library, own_line
+from ..log.line import file_name, line_number, line_text, of_a_library, own_line
 from ..log.log import Log
 from ..log.node import Node
 from ..session.requests import Requests
@@ -104,7 +104,9 @@ def _program(frame: FrameType | None) -> tuple[str, str]:
             waits = str(node) if isinstance(node, Log) else "a worker"
         file = frame.f_code.co_filename
         if not of_a_library(file):
-            source = linecache.getline(file, frame.f_lineno).strip()
-            return f"{file_name(file)}:{frame.f_lineno}" + (f"   {source}" if source else ""), waits
+            # A frame between two lines has no `f_lineno`.
+            number = line_number(frame.f_code, frame.f_lasti)
+            source = linecache.getline(file, number).strip()
+            return f"{file_name(file)}:{number}" + (f"   {source}" if source else ""), waits
         frame = frame.f_back
     return "", waits

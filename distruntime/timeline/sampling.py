@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import final
 
-from ..log.line import inside, of_a_library
+from ..log.line import inside, line_number, of_a_library
 
 # So many seconds lie between two looks. A look takes the interpreter away from the program for a moment.
 _EVERY = 0.005
@@ -77,10 +77,11 @@ class Sampler:
         while caller is not None:
             file = caller.f_code.co_filename
             if self._is_own(file):
-                found, number = file, caller.f_lineno
+                # A frame between two lines has no `f_lineno`.
+                found, number = file, line_number(caller.f_code, caller.f_lasti)
                 break
             if not library and not inside(caller.f_code):
-                library = f"{file}:{caller.f_lineno}"
+                library = f"{file}:{line_number(caller.f_code, caller.f_lasti)}"
             caller = caller.f_back
         last = self.stays[-1] if self.stays else None
         if (

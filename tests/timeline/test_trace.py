@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from distruntime.session import stalls
 from distruntime.session.session import Session
 from distruntime.timeline import chrome
 from distruntime.timeline.clock import Clock, Reading, read_clock
+from distruntime.timeline.sampling import Sampler, Stay
 from distruntime.wire.messages import AskClock, StopTrace
 from processes import blocked, stopped, until
 from traces import Read, Slice, line_of, read_trace
@@ -391,3 +393,18 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
             dr.why_slow(path)
     with pytest.raises(dr.UsageError, match="cannot be read"):
         dr.why_slow(tmp_path / "nothing.json")
+
+
+def test_a_frame_between_two_lines_is_at_the_line_where_its_code_begins() -> None:
+    def look() -> Stay:
+        caller = sys._getframe(1)
+        assert caller.f_lineno is None
+        sampler = Sampler(0)
+        sampler._look(caller, 0, 1)
+        return sampler.stays[0]
+
+    def nowhere(call: Callable[[], Stay]) -> Stay:
+        return call()
+
+    nowhere.__code__ = nowhere.__code__.replace(co_linetable=b"")
+    assert nowhere(look).number == nowhere.__code__.co_firstlineno

@@ -150,6 +150,17 @@ def empty_cache() -> None:
     empty_pinned()
 
 
+def keep_guard() -> None:
+    """Have torch make its stand-in for CUDA's devices now, in the thread that lives longest.
+
+    A torch that is built for CUDA makes it on a machine without a GPU, in the first thread that traces with
+    fake tensors. It ends with that thread, and whoever traces later reads it still: torch 2.11 then ends the
+    process by SIGSEGV.
+    """
+    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
+        torch._C._ensureCUDADeviceGuardSet()
+
+
 def forget_workspaces() -> None:
     """Let cuBLAS give its workspaces back to torch's allocator: 32 MiB for each stream on a GPU of 2024."""
     if any(device.type == "cuda" for device in in_use()):

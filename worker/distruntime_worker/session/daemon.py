@@ -538,6 +538,7 @@ def serve(config: WorkerConfig, stop: threading.Event) -> str:
     spare.keep()
     sys.setswitchinterval(_SWITCH)
     keep_pages()
+    hardware.keep_guard()
     if config.threads:
         torch.set_num_threads(config.threads)
     prepare()

@@ -16,8 +16,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -66,11 +68,11 @@ def measure(quick: bool) -> list[Figure]:
     return figures
 
 
-def part(name: str, size: Size, simulate_cuda: int) -> list[Figure]:
-    """Return the figures of one part, measured in a session of its own."""
+def part(name: str, size: Size, simulate_cuda: int) -> Iterator[Figure]:
+    """Measure the figures of one part in a session of its own, one after the other."""
     workers, work = PARTS[name]
     with dr.init_master_worker(world_size=workers, quiet=True, simulate_cuda=simulate_cuda):
-        return work(size)
+        yield from work(size)
 
 
 def accelerator(node: int = 0) -> dr.Place:
@@ -107,8 +109,8 @@ def stepper(
     return step
 
 
-def training(size: Size) -> list[Figure]:
-    """Return the ratios of a step of GPT-2 small (124 million parameters), the loss read after the last."""
+def training(size: Size) -> Iterator[Figure]:
+    """Measure the ratios of a step of GPT-2 small (124 million parameters), the loss read after the last."""
     from transformers import (
         GPT2Config,
         GPT2LMHeadModel,
@@ -124,7 +126,8 @@ def training(size: Size) -> list[Figure]:
         attn_pdrop=0.0,
     )
     model = GPT2LMHeadModel(config)
-    return [_trained(model, batch, context, size) for batch, context in size.tokens]
+    for batch, context in size.tokens:
+        yield _trained(model, batch, context, size)
 
 
 def _trained(model: torch.nn.Module, batch: int, context: int, size: Size) -> Figure:
@@ -158,6 +161,94 @@ def _trained(model: torch.nn.Module, batch: int, context: int, size: Size) -> Fi
     return Figure(
         f"GPT-2 small step, {batch} x {context}, op by op / local on the same GPU", ratio, "x", 1.05, note
     )
+
+
+# How a step of GPT-2 runs on a worker: None is op by op, and the others are options of our backend.
+_WAYS: tuple[tuple[str, dict[str, str] | None], ...] = (
+    ("op by op", None),
+    ("compiled", {}),
+    ("compiled, inductor", {"compile": "inductor"}),
+    ("compiled, cudagraphs", {"compile": "cudagraphs"}),
+)
+
+
+def compiled(size: Size) -> Iterator[Figure]:
+    """Measure a step of GPT-2 with weights in bfloat16, against the same step here, plain and by Inductor.
+
+    The tiny one has 12 layers of width 64: a GPU is done with it before Python has issued it.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    for width, batch, context in ((64, 4, 64), (size.width, *size.tokens[0])):
+        config = GPT2Config(
+            n_layer=size.layers,
+            n_embd=width,
+            n_head=max(4, width // 64),
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(config).to(torch.bfloat16)
+        name = f"GPT-2 of width {width}, {batch} x {context}"
+        here = _whole(size.local, model, batch, context, size, lambda module: module)
+        for way, options in (*_WAYS, ("here, inductor", None)):
+            torch.compiler.reset()
+            if way == "here, inductor":
+                there = _whole(size.local, model, batch, context, size, torch.compile)
+            elif options is None:
+                there = _whole("remote", model, batch, context, size, lambda module: module)
+            else:
+                compile = partial(torch.compile, backend="distruntime", options=options)
+                there = _whole("remote", model, batch, context, size, compile)
+            began = time.perf_counter()
+            there(5)
+            first = time.perf_counter() - began
+            if "inductor" in way and way != "here, inductor":
+                _until_compiled(there)
+            ratio, ours, theirs = in_turn(
+                lambda there=there: there(size.steps), lambda: here(size.steps), size.rounds
+            )
+            note = f"{ours * 1e3:.2f} ms, here {theirs * 1e3:.2f} ms, the first five {first:.1f} s"
+            yield Figure(f"{name}, {way} / plain here", ratio, "x", None, note)
+            del there
+
+
+def _until_compiled(run: Callable[[int], float]) -> None:
+    """Run until steps are no longer quicker than before: a worker compiles beside them."""
+    deadline, best, since = time.monotonic() + 60, math.inf, 0
+    while since < 20 and time.monotonic() < deadline:
+        took = run(5)
+        best, since = (took, 0) if took < 0.9 * best else (best, since + 1)
+        time.sleep(0.25)
+
+
+def _whole(
+    device: str,
+    model: torch.nn.Module,
+    batch: int,
+    context: int,
+    size: Size,
+    compile: Callable[[torch.nn.Module], Callable[..., Any]],
+) -> Callable[[int], float]:
+    """Return a function that makes some training steps, reads the last loss, and returns seconds a step."""
+    model = copy.deepcopy(model).to(device)
+    run = compile(model)
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 50257, (batch, context), generator=draw).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def work(steps: int) -> float:
+        began = time.perf_counter()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = run(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+        assert math.isfinite(loss.item())
+        return (time.perf_counter() - began) / steps
+
+    return work
 
 
 def copies(size: Size) -> list[Figure]:
@@ -365,8 +456,9 @@ def between(size: Size) -> list[Figure]:
 
 
 # Each part, and how many workers its session has.
-PARTS: dict[str, tuple[int, Callable[[Size], list[Figure]]]] = {
+PARTS: dict[str, tuple[int, Callable[[Size], Iterable[Figure]]]] = {
     "training": (1, training),
+    "compiled": (1, compiled),
     "copies": (1, copies),
     "streams": (1, overlap),
     "processes": (2, processes),
@@ -393,12 +485,14 @@ def main() -> int:
     if options.part == "nccl" and size.local != "cpu" and torch.cuda.device_count() < 2:
         print(f"needs two GPUs, and there is {torch.cuda.device_count()}")
         return LEFT_OUT
+    figures = []
     try:
-        figures = part(options.part, size, options.simulate_cuda)
+        for figure in part(options.part, size, options.simulate_cuda):
+            figures.append(figure)
+            print(row(figure), flush=True)
     except ModuleNotFoundError as error:
         print(f"needs the package {error.name}")
         return LEFT_OUT
-    print("\n".join(map(row, figures)), flush=True)
     return 0 if options.tiny or all(figure.passed for figure in figures) else MISSED
 
 

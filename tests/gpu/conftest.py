@@ -81,4 +81,6 @@ def same_card(gpu: dr.Place, cuda: torch.device) -> torch.device:
     """The GPU of this process, where the worker has the same one."""
     if "://" in _ASKED:
         pytest.skip("compares with the card itself: the worker of DISTRUNTIME_TEST_GPUS may have another")
+    # A test that used up the memory has left it with the worker's allocator.
+    torch.remote.empty_cache()  # type: ignore[attr-defined]
     return cuda

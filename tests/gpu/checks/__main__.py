@@ -1,4 +1,4 @@
-"""The first ten minutes on a machine with a GPU: 27 checks in their order, and then the figures.
+"""The first ten minutes on a machine with a GPU: 28 checks in their order, and then the figures.
 
     make gpu                            the Python that has torch with a GPU: PYTHON=/path/to/python3
     make gpu ARGS="--only 7 14"         some of the checks, without the figures
@@ -30,7 +30,7 @@ from listing import FIRST, Described
 ROOT = wheels.ROOT
 HERE = Path(__file__).resolve().parent
 # So many checks there are; the children know which.
-NUMBERS = range(1, 28)
+NUMBERS = range(1, 29)
 # A child imports torch, which may lie on a slow disk.
 STARTING = 120
 # So many seconds of the run are kept for the figures.
@@ -42,6 +42,7 @@ FIGURES = (
     ("streams", "two streams", 60),
     ("processes", "two processes on one GPU", 60),
     ("nccl", "NCCL between two GPUs", 60),
+    ("compiled", "torch.compile of GPT-2, small and tiny, here and on a worker", 200),
 )
 
 

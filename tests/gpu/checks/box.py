@@ -46,6 +46,7 @@ class Box:
         self.state = Path(
             os.environ.setdefault("DISTRUNTIME_STATE", tempfile.mkdtemp(prefix="distruntime-gpu-"))
         )
+        self.state.mkdir(parents=True, exist_ok=True)
 
     def saw(self, text: object) -> None:
         """Show what was seen."""
@@ -144,7 +145,7 @@ def seconds_of(act: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def busy(place: dr.Place, milliseconds: float, quick: bool) -> torch.Tensor:
+def busy(place: dr.Place | str, milliseconds: float, quick: bool) -> torch.Tensor:
     """Keep the current stream of a place busy for about so many milliseconds, or a little where `quick`."""
     # A product of 2048 x 2048 in float32 takes 0.3 to 1 ms on a GPU of these years.
     size, products = (64, 30) if quick else (2048, max(1, round(milliseconds / 0.4)))

@@ -103,7 +103,7 @@ def the_machine(box: Box) -> None:
     "a worker that listens, and the greeting",
     does="starts `distruntime-worker --listen`, opens a session with it, and looks for contexts on the cards",
     failure=(
-        "the worker does not offer the GPU, the greeting takes too long, or the worker opens a context on "
+        "the worker does not offer the GPU, or it opens a context on "
         "cards that it does not use, each of 0.5 GB (finding A5). Look at "
         "worker/distruntime_worker/machine/, which knows the devices, and at the worker's log, which is "
         "shown."
@@ -129,7 +129,6 @@ def a_daemon(box: Box) -> None:
             (place, *_) = box.accelerators(0)
             box.require((torch.ones(2, device=place) + 1).sum().item() == 4, "1 + 1 is not 2 there")
             working = used()
-    box.require(greeting < 3, f"the greeting took {greeting:.1f} s, expected less than 3")
     if not before:
         return box.leave_out("contexts on the cards", "need nvidia-smi")
     rises = [[after[k] - before[k] for after in (idle, greeted, working)] for k in range(len(before))]

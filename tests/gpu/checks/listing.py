@@ -24,6 +24,7 @@ MODULES = (
     "many_sessions",
     "programs",
     "ranks",
+    "compiled",
 )
 # If one of these fails, no check after it can work.
 FIRST = (1, 2, 3)

@@ -2,7 +2,8 @@
 copies, streams that overlap, two workers on one GPU, and NCCL between two GPUs.
 
 Run it alone, `python -m benchmarks gpu`; without a GPU it says so and measures nothing. Workers are started
-here and share the GPU with this process, and the two sides work in turn, never at once.
+here and share the GPU with this process, and the two sides work in turn, never at once. Training here means
+training in another process without a session, which measures its own seconds.
 
     python -m benchmarks.gpu training [--quick]             one part
     python -m benchmarks.gpu training --tiny [--simulate-cuda 2]   without a GPU: does the program run?
@@ -12,20 +13,21 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 
 import distruntime as dr
 
-from .harness import Figure, in_turn, row, seconds
+from .harness import Beside, Figure, in_turn, row, seconds
 
 # The process ends with it where a figure cannot be measured on this machine.
 LEFT_OUT = 4
@@ -89,11 +91,54 @@ def settle(size: Size) -> None:
         torch.cuda.synchronize()
 
 
-def stepper(
-    device: str, model: torch.nn.Module, batch: int, context: int, size: Size
-) -> Callable[[], torch.Tensor]:
-    """Return a function that makes one step and returns the loss: autocast to bfloat16, fused AdamW."""
-    model.to(device)
+@cache
+def _gpt2(layers: int, width: int, heads: int) -> torch.nn.Module:
+    """Return a GPT-2 with the same weights in every process."""
+    # It is imported only here, as it takes seconds, and other benchmarks do without it.
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    # There is no dropout, so that both sides draw nothing.
+    config = GPT2Config(
+        n_layer=layers, n_embd=width, n_head=heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    model: torch.nn.Module = GPT2LMHeadModel(config)
+    return model
+
+
+# What `_make` has made in the process that it was called in: it stays there, as CUDA tensors do.
+_made: dict[str, Callable[[int], Any]] = {}
+
+
+def _make(name: str, make: Callable[..., Callable[[int], Any]], *arguments: object) -> None:
+    """Make a function that makes steps, in place of the one that had that name."""
+    _release(name)
+    _made[name] = make(*arguments)
+
+
+def _release(name: str) -> None:
+    """Give back the memory of what has that name."""
+    _made.pop(name, None)
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _run(name: str, steps: int) -> Any:
+    """Make steps with what has that name."""
+    return _made[name](steps)
+
+
+class Steps(NamedTuple):
+    """The seconds of a step, the issuing thread's own ones, without what it waits for, and the last loss."""
+
+    seconds: float
+    own: float
+    loss: float
+
+
+def stepper(device: str, batch: int, context: int, size: Size) -> Callable[[int], Steps]:
+    """Return a function that makes steps and reads the last loss: autocast to bfloat16, fused AdamW."""
+    model = copy.deepcopy(_gpt2(size.layers, size.width, size.width // 64)).to(device)
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 50257, (batch, context), generator=draw).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -106,54 +151,42 @@ def stepper(
         optimizer.step()
         return loss.detach()
 
-    return step
+    def run(steps: int) -> Steps:
+        start, began = time.perf_counter(), time.thread_time()
+        for _ in range(steps):
+            loss = step()
+        own = time.thread_time() - began
+        value = loss.item()
+        return Steps((time.perf_counter() - start) / steps, own / steps, value)
+
+    return run
 
 
 def training(size: Size) -> Iterator[Figure]:
     """Measure the ratios of a step of GPT-2 small (124 million parameters), the loss read after the last."""
-    from transformers import (
-        GPT2Config,
-        GPT2LMHeadModel,
-    )  # only here, as it takes seconds, and other benchmarks do without it
+    with Beside() as beside:
+        for batch, context in size.tokens:
+            yield _trained(beside, batch, context, size)
 
-    # There is no dropout, so that both sides draw nothing.
-    config = GPT2Config(
-        n_layer=size.layers,
-        n_embd=size.width,
-        n_head=size.width // 64,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+
+def _trained(beside: Beside, batch: int, context: int, size: Size) -> Figure:
+    beside.call(_make, "steps", stepper, size.local, batch, context, size)
+    remote = stepper("remote", batch, context, size)
+    first, local = remote(size.steps), beside.call(_run, "steps", size.steps)
+    assert math.isclose(first.loss, local.loss, rel_tol=0.01), (
+        f"the losses differ: {first.loss}, local {local.loss}"
     )
-    model = GPT2LMHeadModel(config)
-    for batch, context in size.tokens:
-        yield _trained(model, batch, context, size)
-
-
-def _trained(model: torch.nn.Module, batch: int, context: int, size: Size) -> Figure:
-    local = stepper(size.local, copy.deepcopy(model), batch, context, size)
-    remote = stepper("remote", copy.deepcopy(model), batch, context, size)
-    losses: dict[Callable[[], torch.Tensor], float] = {}
-    # The issuing thread's own time of each step, without what it waits for.
     own: list[float] = []
 
-    def run(step: Callable[[], torch.Tensor]) -> float:
-        def work() -> None:
-            began = time.thread_time()
-            for _ in range(size.steps):
-                loss = step()
-            if step is remote:
-                own.append((time.thread_time() - began) / size.steps)
-            losses[step] = loss.item()
+    def there() -> float:
+        found = remote(size.steps)
+        own.append(found.own)
+        return found.seconds
 
-        return seconds(work) / size.steps
+    def here() -> float:
+        return float(beside.call(_run, "steps", size.steps).seconds)
 
-    run(remote), run(local)
-    own.clear()
-    assert math.isclose(losses[remote], losses[local], rel_tol=0.01), (
-        f"the losses differ: {losses[remote]}, local {losses[local]}"
-    )
-    ratio, ours, theirs = in_turn(lambda: run(remote), lambda: run(local), size.rounds)
+    ratio, ours, theirs = in_turn(there, here, size.rounds)
     note = (
         f"{ours * 1e3:.1f} ms, local {theirs * 1e3:.1f} ms, {batch * context / ours:,.0f} tokens a second; "
     )
@@ -177,41 +210,52 @@ def compiled(size: Size) -> Iterator[Figure]:
 
     The tiny one has 12 layers of width 64: a GPU is done with it before Python has issued it.
     """
-    from transformers import GPT2Config, GPT2LMHeadModel
+    remote: Any = torch.remote  # type: ignore[attr-defined]
+    with Beside() as beside:
+        for width, batch, context in ((64, 4, 64), (size.width, *size.tokens[0])):
+            name = f"GPT-2 of width {width}, {batch} x {context}"
+            shape = width, batch, context, size
+            beside.call(_make, "plain", _whole, size.local, _as_it_is, *shape)
+            here = _beside(beside, "plain")
+            # Its first steps start the process's own use of the GPU.
+            here(2)
+            there: Callable[[int], float]
+            for way, options in (*_WAYS, ("here, inductor", None)):
+                if way == "here, inductor":
+                    beside.call(_make, "inductor", _whole, size.local, torch.compile, *shape)
+                    there = _beside(beside, "inductor")
+                elif options is None:
+                    there = _whole("remote", _as_it_is, *shape)
+                else:
+                    compile = partial(torch.compile, backend="distruntime", options=options)
+                    there = _whole("remote", compile, *shape)
+                first = there(5) * 5
+                if "inductor" in way and way != "here, inductor":
+                    _until_compiled(there)
+                ratio, ours, theirs = in_turn(
+                    partial(there, size.steps), partial(here, size.steps), size.rounds
+                )
+                # The next one is not to find the memory of this one taken, on the worker or beside it.
+                del there
+                torch.compiler.reset()
+                gc.collect()
+                remote.empty_cache()
+                if way == "here, inductor":
+                    beside.call(torch.compiler.reset)
+                    beside.call(_release, "inductor")
+                note = f"{ours * 1e3:.2f} ms, here {theirs * 1e3:.2f} ms, the first five {first:.1f} s"
+                yield Figure(f"{name}, {way} / plain here", ratio, "x", None, note)
 
-    for width, batch, context in ((64, 4, 64), (size.width, *size.tokens[0])):
-        config = GPT2Config(
-            n_layer=size.layers,
-            n_embd=width,
-            n_head=max(4, width // 64),
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-        torch.manual_seed(0)
-        model = GPT2LMHeadModel(config).to(torch.bfloat16)
-        name = f"GPT-2 of width {width}, {batch} x {context}"
-        here = _whole(size.local, model, batch, context, size, lambda module: module)
-        for way, options in (*_WAYS, ("here, inductor", None)):
-            torch.compiler.reset()
-            if way == "here, inductor":
-                there = _whole(size.local, model, batch, context, size, torch.compile)
-            elif options is None:
-                there = _whole("remote", model, batch, context, size, lambda module: module)
-            else:
-                compile = partial(torch.compile, backend="distruntime", options=options)
-                there = _whole("remote", model, batch, context, size, compile)
-            began = time.perf_counter()
-            there(5)
-            first = time.perf_counter() - began
-            if "inductor" in way and way != "here, inductor":
-                _until_compiled(there)
-            ratio, ours, theirs = in_turn(
-                lambda there=there: there(size.steps), lambda: here(size.steps), size.rounds
-            )
-            note = f"{ours * 1e3:.2f} ms, here {theirs * 1e3:.2f} ms, the first five {first:.1f} s"
-            yield Figure(f"{name}, {way} / plain here", ratio, "x", None, note)
-            del there
+
+def _beside(beside: Beside, name: str) -> Callable[[int], float]:
+    def run(steps: int) -> float:
+        return float(beside.call(_run, name, steps))
+
+    return run
+
+
+def _as_it_is(module: torch.nn.Module) -> torch.nn.Module:
+    return module
 
 
 def _until_compiled(run: Callable[[int], float]) -> None:
@@ -225,14 +269,14 @@ def _until_compiled(run: Callable[[int], float]) -> None:
 
 def _whole(
     device: str,
-    model: torch.nn.Module,
+    compile: Callable[[torch.nn.Module], Callable[..., Any]],
+    width: int,
     batch: int,
     context: int,
     size: Size,
-    compile: Callable[[torch.nn.Module], Callable[..., Any]],
 ) -> Callable[[int], float]:
     """Return a function that makes some training steps, reads the last loss, and returns seconds a step."""
-    model = copy.deepcopy(model).to(device)
+    model = copy.deepcopy(_gpt2(size.layers, width, max(4, width // 64))).to(torch.bfloat16).to(device)
     run = compile(model)
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 50257, (batch, context), generator=draw).to(device)

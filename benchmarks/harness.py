@@ -8,17 +8,24 @@ minutes than the two differ.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
+import pickle
 import socket
 import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 ROOT = Path(__file__).parent.parent
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,52 @@ def in_turn(
         statistics.median(a for a, _ in pairs),
         statistics.median(b for _, b in pairs),
     )
+
+
+class Beside:
+    """A process beside this one that opens no session: functions of modules are called there, one at a time.
+
+    A session gives torch a second kind of accelerator, and then torch computes no gradients on local CUDA
+    tensors in that process (issue 161129 of PyTorch). So local training needs another process.
+    """
+
+    def __enter__(self) -> Beside:
+        # A forked process cannot use CUDA where its parent has.
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_answer, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        # It ends by itself when the pipe is closed.
+        self._pipe.close()
+        self._process.join(5)
+        self._process.kill()
+        self._process.join()
+
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function there and block for its result, which has no CUDA tensors in it."""
+        self._pipe.send_bytes(pickle.dumps((function, args, kwargs)))
+        worked, result = pickle.loads(self._pipe.recv_bytes())
+        if not worked:
+            raise RuntimeError(f"in the process beside this one:\n{result}")
+        found: T = result
+        return found
+
+
+def _answer(pipe: Connection) -> None:
+    # It ends when the other process does.
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            asked = pipe.recv_bytes()
+            try:
+                function, args, kwargs = pickle.loads(asked)
+                answer = pickle.dumps((True, function(*args, **kwargs)))
+            except Exception:
+                answer = pickle.dumps((False, traceback.format_exc()))
+            pipe.send_bytes(answer)
 
 
 def free_port() -> int:

@@ -10,10 +10,11 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map
 
 import distruntime as dr
 
@@ -144,82 +145,145 @@ def check(
     raise only that torch has no such kernel for this processor.
     """
     __tracebackhide__ = True
-    expected, expected_error, absent = None, None, False
+    return check_against(expectation(local, must_work), remote, values=values, rtol=rtol, atol=atol)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A tensor as code sees it. Unlike the tensor it can be sent to another process with all of that."""
+
+    visible: dict[str, Any]
+    value: torch.Tensor
+
+    @staticmethod
+    def of(value: Any) -> Any:
+        """Return a tensor as it is seen, and anything else as it is."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        return Seen({name: _visible(value, name) for name in _VISIBLE}, value.detach())
+
+    @staticmethod
+    def sent(value: Any) -> Any:
+        """Return it with a value that lies on the CPU, in no larger storage than it needs."""
+        return Seen(value.visible, value.value.cpu().clone()) if isinstance(value, Seen) else value
+
+
+class Raised(NamedTuple):
+    """The kind of an error, and what it says. Unlike some errors it can be sent to another process."""
+
+    kind: type[Exception]
+    text: str
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a local run gave: the leaves of a tree, whose tensors are `Seen`, or the error that it raised."""
+
+    leaves: list[Any]
+    spec: TreeSpec | None
+    error: Raised | None = None
+
+    def sent(self) -> Expected:
+        """Return it in a form that can be sent to another process."""
+        return Expected([Seen.sent(leaf) for leaf in self.leaves], self.spec, self.error)
+
+
+def expectation(local: Callable[[], Any], must_work: bool = False) -> Expected:
+    """Run the local side. With `must_work` it may raise only that torch has no such kernel."""
     try:
-        expected = _settled(local)
+        result = local()
     except Exception as raised:
-        absent = _has_no_kernel(raised)
         # Any other error is then the case's own.
-        if must_work and not absent:
+        if must_work and not _has_no_kernel(str(raised)):
             raise
-        expected_error = raised.with_traceback(None)
+        return Expected([], None, Raised(type(raised), str(raised)))
+    leaves, spec = tree_flatten(result)
+    return Expected([Seen.of(leaf) for leaf in leaves], spec)
+
+
+def check_against(
+    expected: Expected,
+    remote: Callable[[], Any],
+    *,
+    values: bool = True,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> bool:
+    """Run the remote side and raise `Disagreement` unless it gives what is expected.
+
+    True if there was a result to compare, False if both raised alike.
+    """
+    __tracebackhide__ = True
     got, error = outcome(remote)
-    if expected_error is not None:
+    if expected.error is not None:
+        kind, text = expected.error
+        shown = _one_line(kind, text)
         if error is None:
-            raise Disagreement(f"raises {_one_line(expected_error)} locally, but not remotely")
-        if not isinstance(error, type(expected_error)):
+            raise Disagreement(f"raises {shown} locally, but not remotely")
+        if not isinstance(error, kind):
             raise Disagreement(
-                f"raises {_one_line(expected_error)} locally, but {_one_line(error)} remotely"
+                f"raises {shown} locally, but {_one_line(type(error), str(error))} remotely"
             ) from error
-        if absent and _first_line(error) != _first_line(expected_error):
+        if _has_no_kernel(text) and _first_line(str(error)) != _first_line(text):
             raise Disagreement(
-                f"says {_first_line(expected_error)!r} locally, but {_first_line(error)!r} remotely"
+                f"says {_first_line(text)!r} locally, but {_first_line(str(error))!r} remotely"
             ) from error
         return False
     if error is not None:
-        raise Disagreement(f"works locally, but raises {_one_line(error)} remotely") from error
+        raise Disagreement(
+            f"works locally, but raises {_one_line(type(error), str(error))} remotely"
+        ) from error
     compare(expected, got, values=values, rtol=rtol, atol=atol)
     return True
 
 
-def _has_no_kernel(error: BaseException) -> bool:
+def _has_no_kernel(text: str) -> bool:
     """Whether torch says that this processor cannot do it: oneDNN's LSTM in bfloat16 needs AVX-512."""
-    return "could not create a primitive" in str(error) or "not implemented for" in str(error)
+    return "could not create a primitive" in text or "not implemented for" in text
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
 
 
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+def _one_line(kind: type[Exception], text: str) -> str:
+    return f"{kind.__name__}: {' '.join(text.split())[:300]}"
 
 
 def compare(
-    expected: tuple[Any, Any],
+    expected: Expected,
     got: tuple[Any, Any],
     *,
     values: bool = True,
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
-    """Both arguments are (tree as the code gave it, the same tree fetched)."""
+    """Compare what is expected with (tree as the code gave it, the same tree fetched)."""
     __tracebackhide__ = True
-    locals_, spec = tree_flatten(expected[0])
-    proxies, got_spec = tree_flatten(got[0])
-    if spec != got_spec:
-        raise Disagreement(f"structure: local {spec}, remote {got_spec}")
+    proxies, spec = tree_flatten(got[0])
+    if expected.spec != spec:
+        raise Disagreement(f"structure: local {expected.spec}, remote {spec}")
     fetched = tree_flatten(got[1])[0]
-    for i, (a, proxy, b) in enumerate(zip(locals_, proxies, fetched, strict=True)):
-        if not isinstance(a, torch.Tensor):
+    for i, (a, proxy, b) in enumerate(zip(expected.leaves, proxies, fetched, strict=True)):
+        if not isinstance(a, Seen):
             if type(a) is not type(b) or not (a == b or (a != a and b != b) or _close_numbers(a, b)):
                 raise Disagreement(f"result {i}: local {a!r}, remote {b!r}")
             continue
         if not isinstance(proxy, torch.Tensor):
             raise Disagreement(f"result {i}: local is a tensor, remote {proxy!r}")
-        for name in _VISIBLE:
-            here, there = _visible(a, name), _visible(proxy, name)
+        for name, here in a.visible.items():
+            there = _visible(proxy, name)
             if here != there:
                 raise Disagreement(f"result {i}: {name}: local {here}, remote {there}")
         if is_remote(b):
             raise Disagreement(f"result {i} was not fetched")
-        if b.shape != a.shape or b.dtype != a.dtype:
+        shape, dtype = a.visible["shape"], a.visible["dtype"]
+        if b.shape != shape or b.dtype != dtype:
             raise Disagreement(
-                f"result {i}: the proxy says {a.dtype} {tuple(a.shape)}, its value is {b.dtype} "
-                f"{tuple(b.shape)}"
+                f"result {i}: the proxy says {dtype} {tuple(shape)}, its value is {b.dtype} {tuple(b.shape)}"
             )
         if values:
-            _compare_values(i, a.detach(), b, rtol, atol)
+            _compare_values(i, a.value, b, rtol, atol)
 
 
 _VISIBLE = (

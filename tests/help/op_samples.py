@@ -6,15 +6,28 @@ Shared by `test_op_db.py` and `long/op_db_dtypes.py`.
 from __future__ import annotations
 
 import random
+import re
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from agree import REMOTE, Copier, Disagreement, check, gradients, quietly, seed, some
+from agree import (
+    REMOTE,
+    Copier,
+    Disagreement,
+    Expected,
+    check_against,
+    expectation,
+    gradients,
+    quietly,
+    seed,
+    some,
+)
 from distruntime.session.session import active_session
 from distruntime.tensors.worker_functions import issue_function
 
@@ -66,63 +79,112 @@ def samples(op: OpInfo, dtype: torch.dtype, grad: bool = False) -> list[SampleIn
         found.append(sample)
 
 
+class Outcome(NamedTuple):
+    """What a form of an entry gave on a sample, and which form and sample that is."""
+
+    where: str
+    expected: Expected
+
+
+def local_outcomes(name: str, dtype: torch.dtype, limit: int, local: str, forms: int) -> list[Outcome]:
+    """Return what an entry gives on a device of this process, for `run_entry` in another process."""
+    (op,) = (op for op in op_db if op.full_name == name)
+    return quietly(
+        lambda: [
+            Outcome(form.where(), expectation(partial(form.run, local, local)).sent())
+            for form in _forms(op, dtype, limit, local, forms)
+        ]
+    )
+
+
 def run_entry(
-    op: OpInfo, dtype: torch.dtype, limit: int, *, local: str = "cpu", forms: int = VARIANT_SAMPLES
+    op: OpInfo,
+    dtype: torch.dtype,
+    limit: int,
+    *,
+    local: str = "cpu",
+    forms: int = VARIANT_SAMPLES,
+    given: Sequence[Outcome] | None = None,
 ) -> int:
     """Compare one entry on up to `limit` of its sample inputs, its variants on `forms` of them.
 
-    `local` is the device of this process that a worker must agree with. Raises `Disagreement` at the first
-    difference.
+    `local` is the device that a worker must agree with: this process uses it, or another one has, and
+    `given` is what its `local_outcomes` returned. Raises `Disagreement` at the first difference.
     """
-    return int(quietly(lambda: _run_entry(op, dtype, limit, local, forms)))
+    return int(quietly(lambda: _run_entry(op, dtype, limit, local, forms, given)))
 
 
-def _run_entry(op: OpInfo, dtype: torch.dtype, limit: int, local: str, forms: int) -> int:
-    seed(0)
-    grad = differentiable(op, dtype, local)
-    had_result = 0
-    for number, sample in enumerate(some(samples(op, dtype, grad), limit)):
-        had_result += _compare(op, "function", op.op, sample, grad, local)
-        if number >= forms:
-            continue
-        if op.method_variant is not None:
-            _compare(op, "method", op.method_variant, sample, grad, local)
-        if op.inplace_variant is not None and not sample.broadcasts_input:
-            with_gradient = grad and op.supports_inplace_autograd
-            _compare(op, "in-place", _on_a_clone(op.inplace_variant), sample, with_gradient, local)
-        if op.supports_out:
-            plain = sample.transform(lambda t: t.detach() if isinstance(t, torch.Tensor) else t)
-            _compare(op, "out=", _into(op.op, resize=False), plain, False, local)
-            _compare(op, "resized out=", _into(op.op, resize=True), plain, False, local)
-        _compare(op, "memory", _memory(op.op), sample, False, local)
+def _run_entry(
+    op: OpInfo, dtype: torch.dtype, limit: int, local: str, forms: int, given: Sequence[Outcome] | None
+) -> int:
+    had_result = number = 0
+    for number, form in enumerate(_forms(op, dtype, limit, local, forms), 1):
+        if given is None:
+            expected = expectation(partial(form.run, local, local))
+        else:
+            if len(given) < number or given[number - 1].where != form.where():
+                raise Disagreement(f"the other process has not drawn this sample: {form.where()}")
+            expected = given[number - 1].expected
+        try:
+            worked = check_against(
+                expected, partial(form.run, REMOTE, local), values=op.name not in UNINITIALISED
+            )
+        except Disagreement as difference:
+            raise Disagreement(f"{difference} [{form.where()}]") from difference.__cause__
+        had_result += form.name == "function" and worked
+    if given is not None and len(given) != number:
+        raise Disagreement(f"the other process has drawn {len(given)} samples, and this one {number}")
     return had_result
 
 
-def _compare(
-    op: OpInfo, form: str, function: Callable[..., Any], sample: SampleInput, grad: bool, local: str
-) -> bool:
-    def run(device: str) -> Any:
+class _Form(NamedTuple):
+    """A form of an entry with a sample: the function itself, the method, in-place or with `out=`."""
+
+    name: str
+    function: Callable[..., Any]
+    sample: SampleInput
+    grad: bool
+
+    def where(self) -> str:
+        sample = self.sample
+        given = f"args={_brief(sample.args)} kwargs={_brief(sample.kwargs)}"
+        return f"{self.name} of input={_brief(sample.input)} {given}"
+
+    def run(self, device: str, local: str) -> Any:
+        """Run it on copies of the sample."""
         copy = Copier(device)
-        inputs, args, kwargs = copy((sample.input, sample.args, sample.kwargs))
+        inputs, args, kwargs = copy((self.sample.input, self.sample.args, self.sample.kwargs))
         if local == "cpu":
             _seed_where_it_runs(device)
         else:
             # The other device of this process is seeded too, and the devices of the workers.
             torch.manual_seed(2)
-        result = function(inputs, *args, **kwargs)
-        if not grad:
+        result = self.function(inputs, *args, **kwargs)
+        if not self.grad:
             return result, []
         leaves = copy.leaves()
         # This keeps what is well defined, such as the sizes of eigenvectors but not their signs.
-        processed = sample.output_process_fn_grad(result)
+        processed = self.sample.output_process_fn_grad(result)
         return result, gradients(processed, leaves, device)
 
-    try:
-        return check(lambda: run(local), lambda: run(REMOTE), values=op.name not in UNINITIALISED)
-    except Disagreement as difference:
-        given = f"args={_brief(sample.args)} kwargs={_brief(sample.kwargs)}"
-        where = f"{form} of input={_brief(sample.input)} {given}"
-        raise Disagreement(f"{difference} [{where}]") from difference.__cause__
+
+def _forms(op: OpInfo, dtype: torch.dtype, limit: int, local: str, forms: int) -> Iterator[_Form]:
+    seed(0)
+    grad = differentiable(op, dtype, local)
+    for number, sample in enumerate(some(samples(op, dtype, grad), limit)):
+        yield _Form("function", op.op, sample, grad)
+        if number >= forms:
+            continue
+        if op.method_variant is not None:
+            yield _Form("method", op.method_variant, sample, grad)
+        if op.inplace_variant is not None and not sample.broadcasts_input:
+            with_gradient = grad and op.supports_inplace_autograd
+            yield _Form("in-place", _on_a_clone(op.inplace_variant), sample, with_gradient)
+        if op.supports_out:
+            plain = sample.transform(lambda t: t.detach() if isinstance(t, torch.Tensor) else t)
+            yield _Form("out=", _into(op.op, resize=False), plain, False)
+            yield _Form("resized out=", _into(op.op, resize=True), plain, False)
+        yield _Form("memory", _memory(op.op), sample, False)
 
 
 def _seed_where_it_runs(device: str) -> None:
@@ -188,7 +250,9 @@ def _brief(value: Any) -> str:
         strides = tuple(tensor.stride()) if tensor.layout is torch.strided else tensor.layout
         return f"<{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} {strides}>"
 
-    return repr(tree_map_only(torch.Tensor, lambda t: _Shown(leaf(t)), value))[:400]
+    text = repr(tree_map_only(torch.Tensor, lambda t: _Shown(leaf(t)), value))
+    # Another process has the same functions and generators at other addresses.
+    return re.sub(r" at 0x[0-9a-f]+", "", text)[:400]
 
 
 class _Shown(str):

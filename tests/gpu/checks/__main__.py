@@ -230,6 +230,8 @@ def environment_for(options: argparse.Namespace) -> dict[str, str]:
     environment = {**os.environ, "DISTRUNTIME_TEST_GPUS": "1", "DISTRUNTIME_QUIET": "1"}
     # A run without a network tries none.
     environment.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false")
+    # The operator database draws some samples from sets of strings, and two processes compare what they drew.
+    environment.setdefault("PYTHONHASHSEED", "0")
     if options.device:
         paths.append(Path(options.device).resolve())
         # The workers load the backend, and this process's own torch has none but "remote".

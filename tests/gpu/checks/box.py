@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import distruntime as dr
+from here import Here
 
 ROOT = Path(__file__).resolve().parents[3]
 STARTING = 90.0
@@ -39,8 +40,10 @@ class Box:
     def __init__(self, simulate_cuda: int, quick: bool) -> None:
         self.simulate_cuda, self.quick = simulate_cuda, quick
         self.cuda = not simulate_cuda and torch.cuda.is_available()
-        # Where the same code runs without a worker, to compare with.
+        # Where the same code runs without a worker, to compare with: this process has no local gradients,
+        # and `box.here(function, ...)` calls a function in one that has.
         self.local = "cuda" if self.cuda else "cpu"
+        self.here = Here()
         self.parts_left_out: list[str] = []
         # The logs of all workers are there.
         self.state = Path(

@@ -2,7 +2,7 @@
 
 It reads numbers of checks from standard input, a line for each, and prints what the checks see. To the file
 descriptor that its first argument names it writes lines of JSON: first the list of the checks, and then how
-each of them ended.
+each of them ended. A process that compares with local code imports it too (see `here.py`).
 """
 
 from __future__ import annotations
@@ -72,10 +72,13 @@ def main(results: TextIO) -> None:
     box = Box(options.simulate_cuda, options.quick)
     by_number = {check.number: check for check in checks()}
     print(json.dumps([check.described() for check in by_number.values()]), file=results, flush=True)
-    for line in sys.stdin:
-        began = time.monotonic()
-        outcome, why = run(box, by_number[int(line)])
-        print(json.dumps([outcome, why, time.monotonic() - began]), file=results, flush=True)
+    try:
+        for line in sys.stdin:
+            began = time.monotonic()
+            outcome, why = run(box, by_number[int(line)])
+            print(json.dumps([outcome, why, time.monotonic() - began]), file=results, flush=True)
+    finally:
+        box.here.end()
 
 
 if __name__ == "__main__":

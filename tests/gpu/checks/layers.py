@@ -34,7 +34,7 @@ def _attend(device: str, size: int, dtype: torch.dtype, how: str) -> list[torch.
 
 def _apart(here: list[torch.Tensor], there: list[torch.Tensor]) -> float:
     """Return the largest difference, as a part of the largest number of its tensor."""
-    pairs = zip((t.cpu().float() for t in here), (t.float() for t in dr.fetch(there)), strict=True)
+    pairs = zip((t.float() for t in here), (t.float() for t in dr.fetch(there)), strict=True)
     return max(((a - b).abs().max() / a.abs().max().clamp(min=1e-6)).item() for a, b in pairs)
 
 
@@ -59,7 +59,8 @@ def attention(box: Box) -> None:
                     if how == "dropout" and not (box.cuda or box.simulate_cuda):
                         # A device of another kind draws other numbers than this process.
                         continue
-                    apart = _apart(_attend(box.local, size, dtype, how), _attend("remote", size, dtype, how))
+                    here = box.here(_attend, box.local, size, dtype, how)
+                    apart = _apart(here, _attend("remote", size, dtype, how))
                     worst = max(worst, apart / bound)
                     if not apart < bound:
                         wrong.append(
@@ -129,10 +130,8 @@ def recurrent(box: Box) -> None:
                     name = f"{kind}, {str(dtype).removeprefix('torch.')}{', packed' if packed else ''}"
                     with warnings.catch_warnings():
                         warnings.simplefilter("ignore")
-                        # Who cannot seed the workers fails the check, and is not "not here either".
-                        torch.manual_seed(0)
                         try:
-                            here = _recur(box.local, kind, dtype, packed)
+                            here = box.here(_recur, box.local, kind, dtype, packed)
                         except RuntimeError as error:
                             box.saw(f"{name}: not here either: {first_line(str(error))}")
                             continue

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,8 +31,8 @@ def _gpt2(dropout: float, quick: bool) -> Any:
     )
 
 
-def _train(model: Any, device: str, steps: int) -> list[float]:
-    model = copy.deepcopy(model).to(device)
+def _train(dropout: float, quick: bool, device: str, steps: int) -> list[float]:
+    model = _gpt2(dropout, quick).to(device)
     tokens = torch.randint(0, 1000, (4, 64), generator=torch.Generator().manual_seed(0)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(7)
@@ -53,12 +51,10 @@ def _network() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
 
 
-def _with(
-    optimizer: Callable[[Any], torch.optim.Optimizer], device: str, scaled: bool, steps: int = 10
-) -> list[float]:
-    """Train a small network; with a scaler in float16 if `scaled`."""
+def _with(options: dict[str, bool], device: str, scaled: bool, steps: int = 10) -> list[float]:
+    """Train a small network by AdamW with such options; with a scaler in float16 if `scaled`."""
     model = _network().to(device)
-    stepper = optimizer(model.parameters())
+    stepper = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
     scaler = torch.amp.GradScaler(device, enabled=scaled, init_scale=256.0)
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).to(device)
     losses = []
@@ -85,7 +81,7 @@ def _apart(here: list[float], there: list[float]) -> float:
         "float16"
     ),
     failure=(
-        "losses differ from the same code on this process's device with the same seed. In the first step: "
+        "losses differ from the same code without a worker, with the same seed. In the first step: "
         "dropout draws other numbers, look at worker/distruntime_worker/values/draws.py. Later: gradients or "
         "the optimizer; the rows without dropout tell which."
     ),
@@ -105,8 +101,8 @@ def training(box: Box) -> None:
             for scaled in (False, True):
                 if scaled and not box.cuda:
                     continue
-                make = lambda p, options=options: torch.optim.AdamW(p, lr=1e-2, **options)  # noqa: E731
-                apart = _apart(_with(make, box.local, scaled), _with(make, "remote", scaled))
+                here = box.here(_with, options, box.local, scaled)
+                apart = _apart(here, _with(options, "remote", scaled))
                 what = f"AdamW, {name}{', float16 with a scaler' if scaled else ''}"
                 box.saw(f"{what}: losses of 10 steps differ by {apart:.1e}")
                 if apart > (1e-2 if scaled else 1e-4):
@@ -119,8 +115,8 @@ def training(box: Box) -> None:
             # A device of another kind draws other numbers than this process.
             dropout = 0.1 if box.cuda or box.simulate_cuda else 0.0
             steps = 10 if box.quick else 100
-            model = _gpt2(dropout, box.quick)
-            here, there = _train(model, box.local, steps), _train(model, "remote", steps)
+            here = box.here(_train, dropout, box.quick, box.local, steps)
+            there = _train(dropout, box.quick, "remote", steps)
             box.saw(
                 f"GPT-2, dropout {dropout}: loss {there[0]:.4f} to {there[-1]:.4f}, here {here[0]:.4f} to "
                 f"{here[-1]:.4f}"

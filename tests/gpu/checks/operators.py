@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +13,12 @@ from torch.nn import functional as F
 
 import distruntime as dr
 from box import Box, first_line
+from here import NoReference, Request, torch_is_wrong
 from listing import check
 
 Case = Callable[[str], list[torch.Tensor]]
+# So many sample inputs of an entry of the database, and so many that its other forms run on too.
+SAMPLES, FORMS = 2, 1
 
 
 def _input(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -58,6 +61,11 @@ CASES: dict[str, Case] = {
 }
 
 
+def _case_here(name: str, device: str) -> list[tuple[torch.Tensor, list[int]]]:
+    """Return what a case gives in this process, and how the device has laid it out."""
+    return [(tensor.detach(), _steps(tensor)) for tensor in CASES[name](device)]
+
+
 def _steps(tensor: torch.Tensor) -> list[int]:
     # A dimension of one element has no stride that anybody could see.
     return [step for step, size in zip(tensor.stride(), tensor.shape) if size > 1]
@@ -78,7 +86,7 @@ def _steps(tensor: torch.Tensor) -> list[int]:
 def layouts(box: Box) -> None:
     wrong = []
     for name, case in CASES.items():
-        here = case(box.local)
+        here = box.here(_case_here, name, box.local)
         # A kernel that fails takes the device along, and the next case has a worker of its own.
         with box.session():
             for turn in ("first", "second"):
@@ -95,13 +103,13 @@ def layouts(box: Box) -> None:
                     continue
                 bound = 3e-2 if there[0].dtype == torch.bfloat16 else 1e-3
                 apart = [
-                    ((a.cpu() - b).abs().max() / a.detach().cpu().abs().max().clamp(min=1e-6)).item()
-                    for a, b in zip(here, values)
+                    ((a - b).abs().max() / a.abs().max().clamp(min=1e-6)).item()
+                    for (a, _), b in zip(here, values, strict=True)
                 ]
                 if max(apart) > bound:
                     wrong.append(f"{name}, {turn} call: values differ by {max(apart):.1e} of the largest")
                 # The kernels of another kind of device may lay results out in another way.
-                strides = [[_steps(t) for t in side] for side in (there, here)]
+                strides = [_steps(t) for t in there], [steps for _, steps in here]
                 if box.cuda and strides[0] != strides[1]:
                     wrong.append(f"{name}, {turn} call: strides {strides[0]}, here {strides[1]}")
             else:
@@ -113,7 +121,7 @@ def layouts(box: Box) -> None:
     10,
     "PyTorch's operator database",
     does=(
-        "runs every entry in float32 and bfloat16 on a worker's GPU and on this process's, as far as 50 s go"
+        "runs every entry in float32 and bfloat16 on a worker's GPU and without a worker, as far as 50 s go"
     ),
     failure=(
         "an operator gives another dtype, shape, stride or value on a worker than on the same GPU here. 98 % "
@@ -124,18 +132,24 @@ def layouts(box: Box) -> None:
     needs=("expecttest",),
 )
 def operator_database(box: Box) -> None:
+    # It takes seconds, and the other process imports the database beside this one.
+    ready = box.here.ask(_ready, box.local)
     from agree import some
     from op_samples import entries
 
+    box.here.answer(ready)
     limit = 15 if box.quick else 50
     deadline, tally = time.monotonic() + limit, Tally()
     if not box.cuda:
         box.leave_out("the comparison with local CUDA", "needs CUDA in this process: compared with this CPU")
     for dtype in (torch.float32, torch.bfloat16):
-        named, before = entries(dtype, box.local), tally.done
+        # The jiterator compiles a kernel for the CUDA context of its own process. No worker can be asked for
+        # that.
+        named = [op for op in entries(dtype, box.local) if not op.name.startswith("jiterator_")]
+        before = tally.done
         # Few of all entries are better than all of the first letters.
         order = [op for first in range(7) for op in named[first::7]]
-        ops = iter([*some(order, 14)] if box.quick else order)
+        ops = _asked(box, [*some(order, 14)] if box.quick else order, dtype)
         until = deadline - limit / 2 if dtype == torch.float32 else deadline
         # A kernel that fails takes the device along, and what follows needs another worker.
         while _some_entries(box, ops, dtype, until, tally):
@@ -156,12 +170,16 @@ def operator_database(box: Box) -> None:
 
 @dataclass
 class Tally:
-    """How many entries were tried, and how they ended. `lost` counts those that took the device along."""
+    """How many entries were tried, and how they ended.
+
+    `lost` counts those that took the device along, and `without` those with nothing to compare with.
+    """
 
     done: int = 0
     agreed: int = 0
     raising: int = 0
     lost: int = 0
+    without: int = 0
     wrong: dict[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
@@ -169,24 +187,66 @@ class Tally:
         return ", ".join(self.wrong)[:300]
 
 
-def _some_entries(box: Box, ops: Iterator[Any], dtype: torch.dtype, until: float, tally: Tally) -> bool:
+def _ready(device: str) -> None:
+    """Import what `_here` needs, and wake the device."""
+    import op_samples
+
+    assert op_samples.entries
+    torch.ones(1, device=device).item()
+
+
+def _here(name: str, dtype: torch.dtype, device: str) -> list[Any]:
+    """Return what an entry gives in this process: outputs, gradients and errors for all its samples."""
+    from op_samples import local_outcomes
+
+    return local_outcomes(name, dtype, SAMPLES, device, FORMS)
+
+
+def _asked(box: Box, ops: Iterable[Any], dtype: torch.dtype) -> Iterator[tuple[Any, Request]]:
+    """Give each entry, and the request for what it gives without a worker.
+
+    The next entry runs there while this one is compared.
+    """
+    before: tuple[Any, Request] | None = None
+    for op in ops:
+        request = box.here.ask(_here, op.full_name, dtype, box.local)
+        if before is not None:
+            yield before
+        before = op, request
+    if before is not None:
+        yield before
+
+
+def _some_entries(
+    box: Box, ops: Iterator[tuple[Any, Request]], dtype: torch.dtype, until: float, tally: Tally
+) -> bool:
     """Run entries in one session; return whether it ended because a device was lost."""
     from agree import Disagreement
     from op_samples import run_entry
 
     with box.session():
-        for op in ops:
+        for op, request in ops:
             if time.monotonic() > until:
                 return False
             tally.done += 1
+            name = f"{op.full_name} {str(dtype).removeprefix('torch.')}"
             try:
-                if run_entry(op, dtype, 2, local=box.local, forms=1):
+                given = box.here.answer(request)
+                errors = [outcome.expected.error for outcome in given]
+                asserts = [error.text for error in errors if error and torch_is_wrong(error.text)]
+                if asserts:
+                    raise NoReference(f"without a session it fails: {asserts[0]}")
+                if run_entry(op, dtype, SAMPLES, local=box.local, forms=FORMS, given=given):
                     tally.agreed += 1
                 else:
                     tally.raising += 1
+            except NoReference as why:
+                tally.wrong[name] = str(why)
+                tally.without += 1
+                box.require(tally.without < 6, f"{tally.without} entries have no reference: {why}")
             except Disagreement as difference:
                 text = str(difference)
-                tally.wrong[f"{op.full_name} {str(dtype).removeprefix('torch.')}"] = text
+                tally.wrong[name] = text
                 if "AcceleratorError" in text:
                     tally.lost += 1
                     return True

@@ -13,14 +13,11 @@ import sys
 from types import TracebackType
 from typing import Protocol
 
+from .compiled.one_accelerator import ONE_ACCELERATOR
+
 _DEVICE = re.compile(r"device type at start of device string: (\w+)")
 # torch's autograd engine asserts it where gradients are on a GPU of this process.
 _TWO_ACCELERATORS = "opt_ready_stream && opt_parent_stream"
-ONE_ACCELERATOR = (
-    "torch's backward pass knows one kind of accelerator in a process (pytorch/pytorch#161129). From the"
-    ' first session on that is "remote", so gradients on a GPU here fail. Train on this GPU through a'
-    " worker (init_master_worker() starts one), or in a process without a session"
-)
 
 
 class _Events(Protocol):

@@ -20,8 +20,8 @@ from ..backend.random import follow_seed
 from ..collectives.data_channels import Choice
 from ..collectives.group import Groups
 from ..compiled.dynamo import install_dynamo
+from ..compiled.one_accelerator import ONE_ACCELERATOR
 from ..errors import ConfigurationError, ConnectionFailed, UsageError, without_our_frames
-from ..hints import ONE_ACCELERATOR
 from ..mesh.data_parallel import install_data_parallel
 from ..session import session as inner
 from ..session.interrupts import watch_prompt

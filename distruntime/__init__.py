@@ -51,6 +51,7 @@ if typing.TYPE_CHECKING:
     from .collectives.point_to_point import irecv, isend, recv, send
     from .collectives.reductions import ReduceOp, premul_sum
     from .collectives.work import Work
+    from .compiled.compiled_graphs import CompiledGraph, compiled_graphs
     from .errors import (
         CheckpointError,
         ConfigurationError,
@@ -190,6 +191,7 @@ __all__ = [
     "CharTensor",
     "CheckpointError",
     "Comparison",
+    "CompiledGraph",
     "ConfigurationError",
     "ConnectionFailed",
     "DataChannel",
@@ -262,6 +264,7 @@ __all__ = [
     "broadcast",
     "cancel",
     "compare",
+    "compiled_graphs",
     "config",
     "current_stream",
     "data_loader",

@@ -59,6 +59,8 @@ OUTSIDE = {
     # Module.to swaps parameters in place and refuses objects that have weak references, so never to a proxy
     "weakref": {
         "distruntime.backend.generators",
+        # It refers to graphs, to tell of those that somebody may call.
+        "distruntime.compiled.graph",
         # It refers to groups, which are closed once nobody holds them.
         "distruntime.collectives.group",
         "distruntime.log.order",

@@ -1,6 +1,6 @@
-"""Keeping `torch.compile` away from remote tensors: what it has compiled runs op by op where it gets one.
+"""Keeping other backends of `torch.compile` away from remote tensors: with one, their code runs op by op.
 
-The backend "distruntime" is for them (see `compiled`). For any other, a proxy has nothing to compile:
+The backends "distruntime" and "inductor" are for them (see `compiled`). Any other has nothing to compile:
 Dynamo would break the graph at each operator, and would raise where `fullgraph=True` forbids that. So a
 compiled function looks at what it is called with, and runs as it was written if that is remote. It says so
 once for each line. What it cannot see there (a global) compiles to graph breaks, because Dynamo neither
@@ -29,9 +29,11 @@ from ..session.spelling import is_remote
 from ..tensors.tensor import DistributedTensor
 from .on_import import when_imported
 
-_OWN = "distruntime"
+# The second is the default. Its graphs of remote tensors are ours, too.
+_OWN = ("distruntime", "inductor")
 _Function = Callable[..., Any]  # type: ignore[explicit-any]
 
+_FLEX = "torch.nn.attention.flex_attention"
 # A function may close over a whole data set, and to look through that would cost more than the call.
 _LOOKED_AT = 32
 
@@ -77,8 +79,6 @@ def hide(package: str) -> None:
 def install_op_by_op() -> None:
     """Let compiled functions run as they were written where they are called with remote tensors."""
     when_imported("torch._dynamo.eval_frame", _watch_calls)
-    inductor = torch._TorchCompileInductorWrapper
-    inductor.__call__ = _compiling(inductor.__call__)  # type: ignore[method-assign]
 
 
 def _watch_calls(module: ModuleType) -> None:
@@ -109,18 +109,21 @@ def _watch_calls(module: ModuleType) -> None:
 
 
 def is_own(backend: object) -> bool:
-    """Whether what Dynamo calls with a graph ends at the backend "distruntime"."""
+    """Whether what Dynamo calls with a graph ends at a backend that takes remote tensors."""
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
-    return getattr(backend, "compiler_name", "") == _OWN
+    return getattr(backend, "compiler_name", "") in _OWN
 
 
 def _why_not_traced(original: object, args: object, kwargs: object) -> str:
     """Say why a call for our own backend runs as it was written, or return nothing."""
-    if torch.is_autocast_enabled("remote"):
+    if torch.is_autocast_enabled("remote") and (_remote(original) or _remote(args) or _remote(kwargs)):
         what = "autocast is on, and a traced graph would lose its casts"
     elif isinstance(getattr(original, "__self__", None), torch.optim.Optimizer) and _remote(original):
         what = "an optimizer's step is one instruction with fused=True"
+    elif getattr(original, "__module__", "") == _FLEX and (_remote(args) or _remote(kwargs)):
+        # Scripts compile this one function, with `fullgraph=True`. Dynamo cannot trace what stands in for it.
+        what = "flex_attention is computed by its formula"
     else:
         return ""
     return f"what torch.compile was given runs operator by operator: {what}"
@@ -160,14 +163,3 @@ def _closure(function: FunctionType) -> Iterator[object]:
         # It raises where the variable has no value yet.
         with contextlib.suppress(ValueError):
             yield cell.cell_contents
-
-
-def _compiling(own: _Function) -> _Function:
-    @functools.wraps(own)
-    def choose(self: object, graph: torch.fx.GraphModule, inputs: object, **kwargs: object) -> object:
-        """Hand the graph back if a remote tensor is made in it: Inductor writes kernels for this process."""
-        if any(_remote(node.meta.get("example_value")) for node in graph.graph.nodes):
-            return graph.forward
-        return own(self, graph, inputs, **kwargs)
-
-    return choose

@@ -16,6 +16,7 @@ from ..log.handle import REMOTE_TYPES
 from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
 from .constants import Lifted, lift_constants
+from .dynamo import has_remote
 from .graph import Graph
 
 # Dynamo and AOTAutograd hand over functions of whatever tensors a graph has.
@@ -38,13 +39,35 @@ def distruntime(
     process.
     """
     compile = (options or {}).get("compile")
+    if mode == "reduce-overhead" and not options:
+        compile, mode = "cudagraphs", None
     if compile not in _COMPILE or not set(options or ()) <= {"compile"} or mode not in (None, "default"):
         raise ConfigurationError(
             f'torch.compile(backend="distruntime", mode={mode!r}, options={options!r}): there is '
-            'options={"compile": "inductor"} or {"compile": "cudagraphs"}, and no mode'
+            'options={"compile": "inductor"} or {"compile": "cudagraphs"}, and mode="reduce-overhead" for '
+            "the latter"
         )
-    if not _is_remote(graph, inputs):
-        return graph.forward
+    return _compiled(graph, inputs, compile) if has_remote(graph, inputs) else graph.forward
+
+
+def for_inductor(graph: GraphModule, inputs: Sequence[object], config: dict[str, object]) -> Compiled:
+    """Compile a graph for which the user named Inductor, or no backend: its worker's Inductor does.
+
+    A mode with CUDA graphs gets these, of the operators as they are. Warns of settings that do not reach the
+    worker.
+    """
+    graphs = bool(config.get("triton.cudagraphs"))
+    lost = sorted(name for name, value in config.items() if value and name != "triton.cudagraphs")
+    if lost:
+        warnings.warn(
+            f"the worker's compiler has settings of its own. These of torch.compile do not reach it: "
+            f"{', '.join(lost)}",
+            stacklevel=2,
+        )
+    return _compiled(graph, inputs, "cudagraphs" if graphs else "inductor")
+
+
+def _compiled(graph: GraphModule, inputs: Sequence[object], compile: object) -> Compiled:
     if torch.is_autocast_enabled("remote") or _enters_autocast(graph):
         _runs_plainly("autocast is on in it")
         return graph.forward
@@ -146,11 +169,6 @@ def _runs_plainly(why: str) -> None:
     warnings.warn(
         f"a graph that torch.compile has traced runs operator by operator, as without it: {why}", stacklevel=2
     )
-
-
-def _is_remote(graph: GraphModule, inputs: Sequence[object]) -> bool:
-    found = [*inputs, *(node.meta.get("example_value") for node in graph.graph.nodes)]
-    return any(isinstance(one, torch.Tensor) and one.device.type in REMOTE_TYPES for one in found)
 
 
 def _enters_autocast(graph: GraphModule) -> bool:

@@ -5,11 +5,14 @@ Each function says what breaks without it, and `tests/compiled` notices.
 
 from __future__ import annotations
 
+import importlib
 import re
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
 from ..backend.no_dynamo import is_own
 from ..backend.on_import import when_imported
@@ -34,6 +37,7 @@ def install_dynamo() -> None:
     when_imported("torch._dynamo.variables.builder", _take_proxies)
     when_imported("torch._dynamo.variables.tensor", _name_places)
     when_imported("torch.utils.checkpoint", _name_module)
+    _take_inductor(torch._TorchCompileInductorWrapper)
 
 
 def _claim_lazy(module: ModuleType) -> None:
@@ -115,6 +119,29 @@ def _take_proxies(module: ModuleType) -> None:
     torch.DistributedTensor = DistributedTensor  # type: ignore[attr-defined]
     # AOTAutograd asks it of the gradients that a backward graph gets.
     DistributedTensor.__coerce_same_metadata_as_tangent__ = _as_it_is  # type: ignore[attr-defined]
+
+
+def _take_inductor(wrapper: type) -> None:
+    """Have torch.compile's own backend hand graphs with remote tensors to ours.
+
+    Inductor here would write kernels for this process. The worker's writes them for its device.
+    """
+    own = wrapper.__call__
+
+    def __call__(self: Any, graph: GraphModule, inputs: Sequence[object], **kwargs: Any) -> Any:
+        if not has_remote(graph, inputs):
+            return own(self, graph, inputs, **kwargs)
+        # It imports what only Dynamo needs, which takes a second.
+        backend = importlib.import_module(".backend", __package__)
+        return backend.for_inductor(graph, inputs, {**self.config, **(kwargs.get("config_patches") or {})})
+
+    wrapper.__call__ = __call__  # type: ignore[method-assign]
+
+
+def has_remote(graph: GraphModule, inputs: Sequence[object]) -> bool:
+    """Whether a graph that Dynamo has traced takes or makes a remote tensor."""
+    found = [*inputs, *(node.meta.get("example_value") for node in graph.graph.nodes)]
+    return any(isinstance(one, torch.Tensor) and one.device.type in REMOTE_TYPES for one in found)
 
 
 def _as_it_is(self: DistributedTensor, metadata: object, kind: object = None) -> DistributedTensor:

@@ -7,7 +7,9 @@ one recording says what each later call with arguments of the same kind does.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import count
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -32,6 +34,10 @@ _MOST_PLANS = 64
 _MOST_TRIES = 3
 Results = Sequence[object]
 
+# These are the graphs that somebody may call, in the order in which they were traced.
+alive: WeakValueDictionary[int, Graph] = WeakValueDictionary()
+_numbers = count()
+
 
 class Graph:
     """A function of a traced graph. `replays` counts the calls that were one instruction for each part.
@@ -40,7 +46,8 @@ class Graph:
     """
 
     def __init__(self, run: Callable[..., Results], name: str, compile: str | None) -> None:
-        self._run, self._name, self._compile = run, name, compile
+        self._run, self.name, self._compile = run, name, compile
+        alive[next(_numbers)] = self
         # Before there is a plan, this counts the calls of a kind. At the first one nobody knows yet what its
         # operators return.
         self._plans: dict[Hashable, _Plan | int] = {}
@@ -79,7 +86,9 @@ class Graph:
 
     def compiled(self) -> str:
         """Ask the worker what the plan that was used last runs as: see `Program.compiled`. Blocks."""
-        return "no call was replayed yet" if self._last is None else self._last.layout.compiled()
+        if self._last is None or self._session is not active_session():
+            return "no call was replayed yet"
+        return self._last.layout.compiled()
 
     def _record(self, args: tuple[object, ...], kind: Hashable, session: Session) -> Results:
         """Run it operator by operator, and keep what it has issued, if a later call may issue that again."""
@@ -104,7 +113,7 @@ class Graph:
             results = [_result(leaf, recording, names) for leaf in found]
             self.why = recording.unfit or next((r.why for r in results if r.why), "")
             if not self.why and recording.acts:
-                self._plans[kind] = _Plan(recording, found, results, args, self._name, self._compile)
+                self._plans[kind] = _Plan(recording, found, results, args, self.name, self._compile)
                 self.why = "it was recorded: the next call is one instruction"
             recording.settle()
             return found

@@ -6,6 +6,7 @@ import in any case, and a clone is enough for that. So no entry point is declare
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 
 from ..backend.on_import import when_imported
@@ -20,7 +21,6 @@ def install_name() -> None:
 
 def _offer(module: ModuleType) -> None:
     # It takes 20 ms, and Dynamo has imported it by then.
-    from importlib.metadata import EntryPoint
-
+    metadata = importlib.import_module("importlib.metadata")
     where = f"{_PACKAGE}.compiled.backend:{_PACKAGE}"
-    module._BACKENDS[_PACKAGE] = EntryPoint(_PACKAGE, where, "torch_dynamo_backends")
+    module._BACKENDS[_PACKAGE] = metadata.EntryPoint(_PACKAGE, where, "torch_dynamo_backends")

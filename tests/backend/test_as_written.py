@@ -142,12 +142,13 @@ class Unconfigured(torch._TorchCompileInductorWrapper):
 
     def __init__(self) -> None:
         """Import nothing."""
+        self.config = {}
 
     def reset(self) -> None:
         """Forget nothing; `torch._dynamo.reset` asks each compiler that was used."""
 
 
-def test_inductor_leaves_a_graph_with_remote_tensors_alone(session: object) -> None:
+def test_a_graph_that_makes_remote_tensors_of_numbers_is_not_inductors_here(session: object) -> None:
     """nanoGPT's positions are made in such a graph: its inputs are numbers."""
 
     @torch.compile(backend=Unconfigured())
@@ -174,6 +175,7 @@ def test_ctc_takes_the_lengths_of_sequences_from_here(session: object, mode: Any
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore:torch.compile does nothing to remote tensors")
+@pytest.mark.filterwarnings("ignore:what torch.compile was given runs operator by operator. flex_attention")
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 def test_flex_attention_is_computed_by_its_formula(session: object, mode: Any) -> None:
     """torch allows some devices by name, and takes no gradients on CPUs. So the formula is written here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -441,3 +442,76 @@ def test_a_compiled_function_serves_the_next_session(fresh_session: Any) -> None
 def test_a_default_compilation_says_that_it_does_nothing() -> None:
     with pytest.warns(UserWarning, match='backend="distruntime"'):
         torch.compile(lambda x: x * 2, backend="aot_eager")(x_at())
+
+
+# -- other backends, and modes -------------------------------------------------------------------------------
+
+
+def trained(compiler: Compiler, steps: int = 6) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2)).to(REMOTE)
+    run, optimizer = compiler(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = run(x_at()).square().mean()
+        loss.backward()
+        optimizer.step()
+    # Warnings of a worker come with what it tells of its log.
+    dr.synchronize()
+    return loss.detach().cpu()
+
+
+def test_the_default_backend_is_the_workers_inductor(made: list[graphs.Graph]) -> None:
+    assert torch.allclose(trained(torch.compile), trained(plain))
+    assert len(made) == 2 and all(one.replays >= 3 for one in made)
+    found = dr.compiled_graphs()[-2:]
+    assert [one.name.partition(" ")[0] for one in found] == ["forward", "backward"]
+    assert all(one.compiled in ("inductor", "compiling") or "compiler" in one.compiled for one in found)
+
+
+def test_local_code_goes_to_inductor_itself(made: list[graphs.Graph]) -> None:
+    asked = []
+    function = torch.compile(lambda x: x.sin() * 2, backend="inductor")
+    original = torch._inductor.compile_fx.compile_fx  # type: ignore[attr-defined]
+
+    def compile_fx(*args: Any, **kwargs: Any) -> Any:
+        asked.append(args)
+        return args[0].forward
+
+    torch._inductor.compile_fx.compile_fx = compile_fx  # type: ignore[attr-defined]
+    try:
+        assert torch.equal(function(torch.ones(3)), torch.ones(3).sin() * 2)
+    finally:
+        torch._inductor.compile_fx.compile_fx = original  # type: ignore[attr-defined]
+    assert len(asked) == 1 and made == []
+
+
+@pytest.mark.filterwarnings("ignore:a program has no CUDA graph. the worker has no CUDA device")
+@pytest.mark.parametrize("backend", ["inductor", "distruntime"])
+def test_a_mode_with_cuda_graphs_asks_for_them(backend: str, made: list[graphs.Graph]) -> None:
+    def compiler(model: Any) -> Any:
+        return torch.compile(model, backend=backend, mode="reduce-overhead")
+
+    assert torch.equal(trained(compiler), trained(plain))
+    assert all(one.compiled().startswith("no CUDA graph") for one in made)
+
+
+def test_settings_that_do_not_reach_the_worker_are_named() -> None:
+    function = torch.compile(lambda x: x * 2, options={"max_autotune": True})
+    with pytest.warns(UserWarning, match="do not reach it: max_autotune"):
+        assert torch.equal(function(x_at()).cpu(), x_at().cpu() * 2)
+
+
+def test_another_backend_runs_operator_by_operator_and_says_so(made: list[graphs.Graph]) -> None:
+    function = torch.compile(lambda x: x * 2, backend="aot_eager")
+    with pytest.warns(UserWarning, match="does nothing to remote tensors by this backend"):
+        assert torch.equal(function(x_at()).cpu(), x_at().cpu() * 2)
+    assert made == []
+
+
+def test_a_graph_that_nobody_may_call_is_not_shown() -> None:
+    before = len(dr.compiled_graphs())
+    trained(compiled, steps=1)
+    torch._dynamo.reset()
+    gc.collect()
+    assert len(dr.compiled_graphs()) <= before

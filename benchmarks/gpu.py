@@ -230,8 +230,7 @@ def compiled(size: Size) -> Iterator[Figure]:
                     compile = partial(torch.compile, backend="distruntime", options=options)
                     there = _whole("remote", compile, *shape)
                 first = there(5) * 5
-                if "inductor" in way and way != "here, inductor":
-                    _until_compiled(there)
+                _until_compiled()
                 ratio, ours, theirs = in_turn(
                     partial(there, size.steps), partial(here, size.steps), size.rounds
                 )
@@ -258,12 +257,10 @@ def _as_it_is(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def _until_compiled(run: Callable[[int], float]) -> None:
-    """Run until steps are no longer quicker than before: a worker compiles beside them."""
-    deadline, best, since = time.monotonic() + 60, math.inf, 0
-    while since < 20 and time.monotonic() < deadline:
-        took = run(5)
-        best, since = (took, 0) if took < 0.9 * best else (best, since + 1)
+def _until_compiled() -> None:
+    """Wait until no worker compiles beside the steps any more, for two minutes at most."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and any(one.compiled == "compiling" for one in dr.compiled_graphs()):
         time.sleep(0.25)
 
 

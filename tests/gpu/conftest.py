@@ -83,4 +83,5 @@ def same_card(gpu: dr.Place, cuda: torch.device) -> torch.device:
         pytest.skip("compares with the card itself: the worker of DISTRUNTIME_TEST_GPUS may have another")
     # A test that used up the memory has left it with the worker's allocator.
     torch.remote.empty_cache()  # type: ignore[attr-defined]
+    dr.synchronize()
     return cuda

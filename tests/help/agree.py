@@ -320,8 +320,8 @@ def _close_numbers(a: Any, b: Any) -> bool:
 
 def _compare_values(i: int, a: torch.Tensor, b: torch.Tensor, rtol: float | None, atol: float | None) -> None:
     __tracebackhide__ = True
-    # What was fetched is here, and the local result may be on another device of this process.
-    a = a.cpu()
+    # Either may be on another device of this process: a worker's also, where a sample names the device.
+    a, b = a.cpu(), b.cpu()
     # `equal` knows no complex32.
     quick = a.layout is torch.strided and not a.is_quantized and a.dtype is not torch.complex32
     if quick and torch.equal(a, b):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distruntime as dr
@@ -29,16 +32,33 @@ class Launches(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, Any]] = []
+        # What each memory has held that it was given, and the memory of what was made.
         self.before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self.pool: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in torch.utils._pytree.tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor):
-                memory = value.untyped_storage()
+        for memory in _memories((args, kwargs)):
+            if memory._cdata not in self.pool:
                 self.before.setdefault(memory._cdata, (memory, memory.clone()))
         out = func(*args, **(kwargs or {}))
+        for memory in _memories(out):
+            if memory._cdata not in self.before:
+                self.pool[memory._cdata] = memory
         self.calls.append((func, args, kwargs or {}, out))
         return out
+
+
+def _bare(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor at the same address, which does not keep the memory."""
+    memory = value.untyped_storage()
+    there = (ctypes.c_uint8 * memory.nbytes()).from_address(memory.data_ptr())
+    bare = torch.frombuffer(there, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=value.dtype).set_(bare, value.storage_offset(), value.size(), value.stride())
+
+
+def _memories(values: object) -> list[torch.UntypedStorage]:
+    leaves = torch.utils._pytree.tree_leaves(values)
+    return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 class StandIn:
@@ -60,10 +80,14 @@ class StandIn:
         # A capture launches nothing, so nothing has changed.
         for memory, before in noted.before.values():
             memory.copy_(before)
+        # It keeps what it has made, and knows no more of what it was given than addresses.
+        calls = torch.utils._pytree.tree_map_only(torch.Tensor, _bare, noted.calls)
+        pool = noted.pool
 
         def launch() -> None:
+            assert pool
             self.launches += 1
-            for func, args, kwargs, outs in noted.calls:
+            for func, args, kwargs, outs in calls:
                 again = func(*args, **kwargs)
                 flat = [torch.utils._pytree.tree_leaves(one) for one in (outs, again)]
                 for old, new in zip(*flat):
@@ -143,15 +167,21 @@ def _slots() -> Slots:
     return {7: torch.rand(3, 3) / 8, 8: torch.zeros(3, 3)}
 
 
-def _both(definition: Definition, calls: int, x: Callable[[int], torch.Tensor], device: StandIn) -> Runs:
-    """Compare all that both leave and return, in each call and behind the last one."""
+def _both(
+    definition: Definition, calls: int, x: Callable[[int], torch.Tensor], device: StandIn, fixed: bool
+) -> Runs:
+    """Compare all that both leave and return, in each call and behind the last one.
+
+    A fixed argument is the same view in each call, and not from where its memory begins.
+    """
     program, slots = Runs(definition, device), (_slots(), _slots())
     plain = Runs(definition, StandIn("never"))
+    stays = torch.zeros(4, 3)[1:], torch.zeros(4, 3)[1:]
     seen: list[list[object]] = [[], []]
     kept: list[list[torch.Tensor]] = [[], []]
     for k in range(calls):
         for n, (one, mine) in enumerate(zip((program, plain), slots)):
-            mine[1] = x(k).clone()[:3]
+            mine[1] = stays[n].copy_(x(k)[:3]) if fixed else x(k).clone()[:3]
             was_graph = one.run(mine, [5, 1, 2, 3, 4])
             assert was_graph == (n == 0 and k > 3)
             results: Sequence[Any] = [mine[key] for key in (2, 3, 4)]
@@ -165,10 +195,19 @@ def _both(definition: Definition, calls: int, x: Callable[[int], torch.Tensor], 
     return program
 
 
+def _own(program: Runs) -> set[Name]:
+    """Return what a graph copies."""
+    graph = program.graphs._graph
+    assert graph is not None
+    return {*graph.own}
+
+
+@pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("argument_written", [False, True])
-def test_a_graph_does_what_straight_line_code_does(argument_written: bool) -> None:
+def test_a_graph_does_what_straight_line_code_does(argument_written: bool, fixed: bool) -> None:
     device = StandIn()
-    program = _both(_step(argument_written), 9, lambda k: torch.full((4, 3), 0.1 * k), device)
+    program = _both(_step(argument_written), 9, lambda k: torch.full((4, 3), 0.1 * k), device, fixed)
+    assert _own(program) == ({H} if fixed else {X, H})
     assert program.graphs.state == "cudagraphs" and not program.told
     assert (device.captures, device.launches) == (1, 5)
 
@@ -187,6 +226,132 @@ def test_held_tensors_that_move_are_captured_again() -> None:
     assert device.captures == 4
     assert program.graphs.state.startswith("no CUDA graph: what it reads has other memory again and again")
     assert program.told == [f"a program has {program.graphs.state}"]
+
+
+def _called(program: Runs, slots: Slots, x: torch.Tensor) -> bool:
+    """Run it with an argument; require what it returns. Return whether that was the graph."""
+    w, h = slots[7].clone(), slots[8]  # type: ignore[attr-defined]
+    wanted = x @ w
+    first = x[0].clone()
+    slots[1] = x
+    found = program.run(slots, [5, 1, 2, 3, 4])
+    results: list[Any] = [slots[key] for key in (2, 3, 4, 8)]
+    assert all(map(torch.equal, results, (wanted, wanted.t(), first, (h + wanted).tanh())))
+    # The last one is a view of the argument, and no copy.
+    assert results[2].data_ptr() == x.data_ptr()
+    return found
+
+
+def test_arguments_that_are_replaced_once_are_right_at_once_and_captured_anew() -> None:
+    device = StandIn()
+    program, slots = Runs(_step(), device), _slots()
+    models = torch.rand(3, 3), torch.rand(3, 3)
+    assert [_called(program, slots, models[k >= 7]) for k in range(14)] == (
+        [False] * 4 + [True] * 3 + [False] * 3 + [True] * 4
+    )
+    assert device.captures == 2 and _own(program) == {H} and not program.told
+
+
+def test_views_that_are_made_anew_of_one_memory_are_not_copied() -> None:
+    device = StandIn()
+    program, slots = Runs(_step(), device), _slots()
+    memory = torch.rand(4, 3)
+    assert [_called(program, slots, memory[1:]) for _ in range(6)] == [False] * 4 + [True] * 2
+    assert _own(program) == {H}
+    # It begins elsewhere now.
+    assert not _called(program, slots, memory[:3])
+
+
+@pytest.mark.parametrize("turns", [1, 6])
+def test_arguments_in_turns_are_copied_in_the_end(turns: int) -> None:
+    device = StandIn()
+    program, slots = Runs(_step(), device), _slots()
+    models = torch.rand(3, 3), torch.rand(3, 3)
+    for _ in range(6):
+        _called(program, slots, models[0])
+    was_graph = [_called(program, slots, models[k // turns % 2]) for k in range(1, 80)]
+    assert all(was_graph[40:]) and not program.told
+    assert program.graphs.state == "cudagraphs" and _own(program) == {X, H}
+    assert device.captures == (2 if turns == 1 else 5)
+
+
+def test_arguments_that_change_are_not_counted_with_held_tensors_that_move() -> None:
+    device = StandIn()
+    program, slots = Runs(_step(), device), _slots()
+    for k in range(60):
+        if k in (10, 50, 55):
+            slots[7] = torch.rand(3, 3)
+        if k % 10 == 0:
+            x = torch.rand(3, 3)
+        _called(program, slots, x)
+    assert program.graphs.state == "cudagraphs" and not program.told
+
+
+def test_a_graph_does_not_keep_an_argument() -> None:
+    device = StandIn()
+    program, slots = Runs(_step(), device), _slots()
+    x = torch.rand(3, 3)
+    assert [_called(program, slots, x) for _ in range(6)][-1] and _own(program) == {H}
+    memory, tensor = StorageWeakRef(x.untyped_storage()), weakref.ref(x)
+    slots.update({1: None, 4: None})
+    del x
+    assert tensor() is None and memory.expired()
+    for _ in range(6):
+        _called(program, slots, torch.rand(3, 3))
+    assert device.captures == 2 and _own(program) == {X, H}
+
+
+def test_an_argument_that_stays_is_written_where_it_is() -> None:
+    device = StandIn()
+    program, slots = Runs(_step(argument_written=True), device), _slots()
+    x, wanted = torch.ones(3, 3), torch.ones(3, 3)
+    address = x.data_ptr()
+    for k in range(8):
+        slots[1] = x
+        assert program.run(slots, [5, 1, 2, 3, 4]) == (k > 3)
+        wanted.add_(slots[8], alpha=0.5)  # type: ignore[arg-type]
+        assert torch.equal(x, wanted) and x.data_ptr() == address
+    assert _own(program) == {H}
+
+
+def test_an_argument_that_is_resized_or_set_in_place() -> None:
+    device = StandIn()
+    program, slots = Runs(_step(), device), _slots()
+    memory = torch.rand(12)
+    x = memory[:9].view(3, 3)
+    assert [_called(program, slots, x) for _ in range(6)][-1]
+    # The address and the memory are the same, but not what is there.
+    x.set_(memory.untyped_storage(), 0, (3, 3), (1, 3))
+    assert not _called(program, slots, x)
+    x.set_(memory.untyped_storage(), 0, (3, 3), (3, 1))
+    assert _called(program, slots, x) and device.captures == 1
+    x.set_(memory.untyped_storage(), 3, (3, 3), (3, 1))
+    assert [_called(program, slots, x) for _ in range(4)] == [False] * 3 + [True]
+    x.set_(torch.rand(3, 3))
+    assert [_called(program, slots, x) for _ in range(4)] == [False] * 3 + [True]
+    assert device.captures == 3
+
+
+def test_an_argument_that_stays_may_share_memory_with_what_is_written() -> None:
+    device = StandIn()
+    program, slots = Runs(_step(), device), _slots()
+    x = slots[7]
+    for k in range(8):
+        slots[1] = x
+        wanted = x.clone() @ x  # type: ignore[attr-defined,operator]
+        assert program.run(slots, [5, 1, 2, 3, 4]) == (k > 3)
+        assert torch.equal(slots[2], wanted)  # type: ignore[arg-type]
+    assert _own(program) == {H}
+
+
+def test_one_call_with_what_is_written_as_its_argument_costs_no_graph() -> None:
+    device = StandIn()
+    program, slots = Runs(_step(), device), _slots()
+    x = torch.ones(3, 3)
+    for k in range(9):
+        slots[1] = slots[7] if k == 6 else x
+        assert program.run(slots, [5, 1, 2, 3, 4]) == (k > 3 and k != 6)
+    assert device.captures == 1
 
 
 def test_an_argument_that_shares_memory_with_what_is_written_is_no_operand_of_a_graph() -> None:

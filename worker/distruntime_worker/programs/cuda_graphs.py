@@ -1,17 +1,21 @@
 """CUDA graphs: the kernels of a program as one launch, captured behind a few runs as straight-line code.
 
 A graph reads and writes the addresses that it was captured with. So operands are copied into memory of its
-own, held tensors are read where they are, as long as they stay there, and what it makes is copied out. What
-cannot be captured runs as straight-line code, and the program's user is told why.
+own, and what it makes is copied out. Held tensors are read where they are, as long as they stay there. So are
+fixed operands, which were in one and the same memory in each run before the capture: the parameters of a
+model, and views of them. What cannot be captured runs as straight-line code, and the program's user is told
+why.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from distruntime.wire.messages import ARGUMENT, HELD, MADE, Plain
 
@@ -22,7 +26,8 @@ from .source import Straight
 
 # So many runs come before the capture: libraries choose their kernels meanwhile, and allocate workspaces.
 _WARM = 3
-# A graph is captured so often, as held tensors may get other memory.
+# A graph is captured so often, as held tensors may get other memory. An operand that has changed so often
+# behind a capture is copied, however long it stays then.
 _MOST = 4
 _EARLY = f"no graph yet: it is captured behind {_WARM} runs as straight-line code"
 
@@ -71,17 +76,52 @@ class _Refused(Exception):
     """A program cannot be captured."""
 
 
+# What a graph takes for granted of a tensor, besides its address.
+_Kind = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
+
+
+class _Place(NamedTuple):
+    """Where an operand was. Its memory is held weakly, so that no graph keeps that of a model that is gone.
+
+    A backward pass gets views of parameters that are made anew each time, so no tensor itself is asked for.
+    """
+
+    memory: StorageWeakRef
+    address: int
+    offset: int
+    kind: _Kind
+
+    def has(self, value: torch.Tensor) -> bool:
+        """Whether a tensor is there, and alike. It may have been resized or set in place."""
+        return (
+            # While there is a weak reference, no other memory gets this number.
+            self.memory.cdata == value.untyped_storage()._cdata
+            and self.address == value.data_ptr()
+            and self.offset == value.storage_offset()
+            and self.kind == _kind(value)
+        )
+
+
 class _Output(NamedTuple):
     """How a value that leaves the graph is made anew: a view of an input's memory, or of a copy."""
 
-    tensor: torch.Tensor
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    # It counts from where the input begins, or the copy's memory.
+    offset: int
     # It is in the memory of this input, or in the copy of this number.
     input: Name | None
     copy: int
+    # It is here if it is in a held tensor's memory. Others would keep the memory of a fixed operand.
+    held: torch.Tensor | None
 
 
 class _Graph:
-    """One capture. `own` are its inputs that are copied into memory of its own, by name."""
+    """One capture. `own` are its inputs that are copied into memory of its own, by name.
+
+    Whoever runs it knows that its fixed inputs are where they were. It keeps none of them.
+    """
 
     def __init__(
         self,
@@ -90,26 +130,37 @@ class _Graph:
         definition: Definition,
         inputs: Mapping[Name, torch.Tensor],
         copied: Collection[Name],
+        fixed: Collection[Name],
     ) -> None:
         self.own = {name: _static(inputs[name]) for name in copied}
-        self._held = {name: (value, value.data_ptr()) for name, value in inputs.items() if name not in copied}
+        self._held = {
+            name: (value, value.data_ptr())
+            for name, value in inputs.items()
+            if name not in self.own and name not in fixed
+        }
         first = 1 + definition.tensors
         words: Words = [0, *(-k for k in range(1, first + len(definition.results)))]
         values: Slots = {}
-        for (kind, what), value in {**inputs, **self.own}.items():
+        given = {**inputs, **self.own}
+        for (kind, what), value in given.items():
             values[-int(what) if kind == ARGUMENT else what] = value
         where = next(iter(inputs.values())).device
         self._launch = device.capture(where, lambda: straight(values, words, 0))
         self._memories: list[torch.UntypedStorage] = []
         places: dict[int, tuple[Name | None, int]] = {}
-        for name, value in {**inputs, **self.own}.items():
-            places[value.untyped_storage()._cdata] = name, -1
+        # Held tensors come last: in their memory, a result may have any dtype.
+        for name in (*fixed, *self.own, *self._held):
+            places[given[name].untyped_storage()._cdata] = name, -1
         # What stays comes first, and then the results.
         refs: list[Plain] = [*(ref for ref, _ in definition.kept), *words[first:]]
-        self._outputs = [self._output(values[ref], where, places) for ref in refs]
+        self._outputs = [self._output(values[ref], where, places, given) for ref in refs]
 
     def _output(
-        self, value: object, where: torch.device, places: dict[int, tuple[Name | None, int]]
+        self,
+        value: object,
+        where: torch.device,
+        places: dict[int, tuple[Name | None, int]],
+        given: Mapping[Name, torch.Tensor],
     ) -> _Output:
         if not isinstance(value, torch.Tensor) or not _plain(value) or value.device != where:
             raise _Refused(f"it makes what is no plain tensor on {where}")
@@ -118,9 +169,13 @@ class _Graph:
             places[memory._cdata] = None, len(self._memories)
             self._memories.append(memory)
         name, copy = places[memory._cdata]
-        if name is not None and name in self.own and self.own[name].dtype != value.dtype:
-            raise _Refused("it returns an argument's memory as another dtype")
-        return _Output(value, name, copy)
+        held = value if name in self._held else None
+        offset = int(value.storage_offset())
+        if name is not None and held is None:
+            if given[name].dtype != value.dtype:
+                raise _Refused("it returns an argument's memory as another dtype")
+            offset -= int(given[name].storage_offset())
+        return _Output(value.dtype, value.size(), value.stride(), offset, name, copy, held)
 
     def holds(self, inputs: Mapping[Name, torch.Tensor]) -> bool:
         """Whether the held tensors are where they were."""
@@ -131,7 +186,7 @@ class _Graph:
 
     def takes(self, inputs: Mapping[Name, torch.Tensor]) -> bool:
         """Whether the operands are of the kind that it was captured for."""
-        return all(_alike(inputs[name], own) for name, own in self.own.items())
+        return all(_kind(inputs[name]) == _kind(own) for name, own in self.own.items())
 
     def run(self, inputs: Mapping[Name, torch.Tensor], written: Collection[Name]) -> list[torch.Tensor]:
         """Launch it; return what stays under the refs of `kept`, and then its results."""
@@ -150,14 +205,14 @@ class _Graph:
     def _anew(
         self, output: _Output, inputs: Mapping[Name, torch.Tensor], copies: Sequence[torch.UntypedStorage]
     ) -> torch.Tensor:
-        found, offset = output.tensor, output.tensor.storage_offset()
         if output.input is None:
-            empty = torch.empty(0, dtype=found.dtype, device=found.device)
-            return empty.set_(copies[output.copy], offset, found.size(), found.stride())
-        if output.input not in self.own:
-            return torch.ops.aten.alias(found)  # type: ignore[no-any-return]
+            memory = copies[output.copy]
+            empty = torch.empty(0, dtype=output.dtype, device=memory.device)
+            return empty.set_(memory, output.offset, output.size, output.stride)
+        if output.held is not None:
+            return torch.ops.aten.alias(output.held)  # type: ignore[no-any-return]
         base = inputs[output.input]
-        return base.as_strided(found.size(), found.stride(), base.storage_offset() + offset)
+        return base.as_strided(output.size, output.stride, base.storage_offset() + output.offset)
 
 
 class Graphs:
@@ -183,10 +238,13 @@ class Graphs:
         )
         read.update(dict.fromkeys((*(name for _, name in definition.kept), *definition.results)))
         self._inputs = [name for name in read if name[0] in (ARGUMENT, HELD)]
-        self._copied = [name for name in self._inputs if name[0] == ARGUMENT or name[1] in moved]
+        # Operands are copied, but for those in `_fixed`. `_changes` counts how often one was fixed in vain.
+        self._operands = [name for name in self._inputs if name[0] == ARGUMENT or name[1] in moved]
+        self._fixed: dict[Name, _Place] = {}
+        self._changes: Counter[Name] = Counter()
         # It is what a master may ask for: "cudagraphs", or why there is none.
         self.state = _EARLY
-        self._runs = self._captures = 0
+        self._runs = self._moves = 0
         self._over = False
         self._graph: _Graph | None = None
 
@@ -226,21 +284,46 @@ class Graphs:
         """Whether there is a graph for these inputs. Capture it if it is time."""
         if not self._runs:
             self._require_capturable(inputs)
+            self._fixed = {
+                name: _place(inputs[name])
+                for name in self._operands
+                # What a run leaves in an object is another tensor each time.
+                if name[0] == ARGUMENT and self._changes[name] < _MOST
+            }
+        fixed = {name: place for name, place in self._fixed.items() if place.has(inputs[name])}
         if self._runs < _WARM:
+            self._fixed = fixed
             self._runs += 1
             return False
-        if not self._alone() or not self._apart(inputs):
+        copied = [name for name in self._operands if name not in fixed]
+        if not self._alone() or not self._apart(inputs, copied):
             return False
-        if self._graph is not None and not self._graph.takes(inputs):
+        graph = self._graph
+        if graph is not None and not (graph.takes(inputs) and self._alike(inputs, fixed)):
             return False
-        if self._graph is None or not self._graph.holds(inputs):
-            if self._captures == _MOST:
+        if graph is not None and len(fixed) < len(self._fixed):
+            # A model may have got other parameters, or another model came. So all begins anew with this run.
+            self._changes.update(name for name in self._fixed if name not in fixed)
+            self._graph, self._runs, self.state = None, 0, _EARLY
+            return self._begun(straight, inputs)
+        if graph is None or not graph.holds(inputs):
+            if graph is not None:
+                self._moves += 1
+            if self._moves == _MOST:
                 raise _Refused("what it reads has other memory again and again")
-            self._captures += 1
-            self._graph = None
-            self._graph = _Graph(self._device, straight, self._definition, inputs, self._copied)
+            self._fixed, self._graph = fixed, None
+            self._graph = _Graph(self._device, straight, self._definition, inputs, copied, fixed)
             self.state = "cudagraphs"
         return True
+
+    def _alike(self, inputs: Mapping[Name, torch.Tensor], fixed: Collection[Name]) -> bool:
+        """Whether operands that are fixed no more are of the kind that the graph was captured for.
+
+        One call with another shape is straight-line code, and costs no graph.
+        """
+        return all(
+            place.kind == _kind(inputs[name]) for name, place in self._fixed.items() if name not in fixed
+        )
 
     def _require_capturable(self, inputs: Mapping[Name, torch.Tensor]) -> None:
         devices = {value.device for value in inputs.values()}
@@ -252,7 +335,7 @@ class Graphs:
             raise _Refused(f"its tensors are on {', '.join(sorted(map(str, devices))) or 'no device'}")
         if self._definition.numbers:
             raise _Refused("a number changes at each call")
-        if placed_in(self._definition, self._parts, self._copied):
+        if placed_in(self._definition, self._parts, self._operands):
             raise _Refused("an offset counts from the begin of a memory of which it would have a copy")
         for instruction in self._definition.instructions:
             part = self._parts[instruction.row]
@@ -267,17 +350,16 @@ class Graphs:
         if odd is not None:
             raise _Refused("it reads a tensor that is sparse, or conjugated in place")
 
-    def _apart(self, inputs: Mapping[Name, torch.Tensor]) -> bool:
+    def _apart(self, inputs: Mapping[Name, torch.Tensor], copied: Sequence[Name]) -> bool:
         """Whether no memory that it writes has another name in this run: operands are copied one by one."""
         if not self._written:
             return True
-        memories = {name: value.untyped_storage()._cdata for name, value in inputs.items()}
-        return not any(
-            memories[name] == memory and name != other and (name in self._copied or other in self._copied)
-            for name in self._written
-            if name in memories
-            for other, memory in memories.items()
-        )
+        names: dict[int, list[Name]] = {}
+        for name, value in inputs.items():
+            names.setdefault(value.untyped_storage()._cdata, []).append(name)
+        written = [inputs[name].untyped_storage()._cdata for name in self._written if name in inputs]
+        shared = (names[memory] for memory in written if len(names[memory]) > 1)
+        return not any(name in copied for one in shared for name in one)
 
 
 def _elsewhere(device: torch.device, where: torch.device) -> bool:
@@ -301,9 +383,13 @@ def _plain(value: torch.Tensor) -> bool:
     return value.layout is torch.strided and not value.is_conj() and not value.is_neg()
 
 
-def _alike(value: torch.Tensor, own: torch.Tensor) -> bool:
-    kinds = [(x.size(), x.stride(), x.dtype, x.device) for x in (value, own)]
-    return kinds[0] == kinds[1] and _plain(value)
+def _kind(value: torch.Tensor) -> _Kind:
+    return value.size(), value.stride(), value.dtype, value.device, _plain(value)
+
+
+def _place(value: torch.Tensor) -> _Place:
+    memory = StorageWeakRef(value.untyped_storage())
+    return _Place(memory, value.data_ptr(), int(value.storage_offset()), _kind(value))
 
 
 def _static(value: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -208,6 +209,7 @@ def _unless_lost(error: RuntimeError) -> None:
 # -- memory of the host that devices read and write by themselves ----------------------------------
 
 
+@cache
 def has_pinned_memory(device: torch.device) -> bool:
     """Whether copies from and to pinned memory run in the order of the device's streams."""
     return asynchronous(device) and device.type != MPS

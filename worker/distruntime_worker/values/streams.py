@@ -239,14 +239,17 @@ class HostCopy:
             self.tensor = value.clone(memory_format=torch.contiguous_format)
             return
         # Torch copies the bytes of a conjugate, and conjugates them here before they have come.
-        value = value.resolve_conj().resolve_neg()
+        if value.is_conj() or value.is_neg():
+            value = value.resolve_conj().resolve_neg()
         self._staging = downloads()
         if value.numel() and hardware.has_pinned_memory(value.device):
             self._buffer = self._staging.take(value.nbytes)
         if self._buffer is None:
             self.tensor = value.cpu().contiguous()
             return
-        self.tensor = self._buffer[: value.nbytes].view(value.dtype).view(value.shape)
+        value = value.contiguous()
+        # Two views take a third of the time of three.
+        self.tensor = self._buffer.view(value.dtype).as_strided(value.shape, value.stride())
         self.tensor.copy_(value, non_blocking=True)
         self.event = accelerator.moment(accelerator.current_stream(value.device))
 

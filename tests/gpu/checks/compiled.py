@@ -93,7 +93,7 @@ def _trained(box: Box, way: str, options: dict[str, str] | None, place: dr.Place
         "beside the steps has set the generator (worker/distruntime_worker/machine/random_states.py). "
         "Otherwise look at distruntime/compiled/."
     ),
-    seconds=200,
+    seconds=150,
 )
 def compiled(box: Box) -> None:
     with box.session() as places, warnings.catch_warnings():

@@ -109,7 +109,8 @@ def test_an_error_of_a_backend_is_an_answer_and_no_defect(monkeypatch: pytest.Mo
 
     session = Session()
     session.executor.state.devices.asynchronous = [DEVICE]
-    monkeypatch.setattr(accelerator, "default_streams", lambda: [SimpleNamespace(device=DEVICE, query=failing)])
+    stream = SimpleNamespace(device=DEVICE, query=failing)
+    monkeypatch.setattr(accelerator, "default_streams", lambda: [stream])
     monkeypatch.setattr(accelerator, "moment", failing)
     monkeypatch.setattr(accelerator, "in_use", list)
     for form in ("done", "passed"):

@@ -30,6 +30,7 @@ from .propagate import (
     LENGTHS,
     LIARS,
     LIARS_OF_DTYPES,
+    LIARS_OF_LAYOUTS,
     LIARS_ON_GPUS,
     New,
     Outcome,
@@ -104,7 +105,9 @@ def _asked_of_one(call: Call) -> tuple[Any, Outcome | None]:
     cls, func, args, kwargs, place = call.cls, call.func, call.args, call.kwargs, call.place
     node, schema = place.node, func._schema
     # These are deterministic: only the meta kernel was wrong.
-    deterministic = any(schema.name in liars for liars in (LIARS, LIARS_OF_DTYPES, LIARS_ON_GPUS))
+    deterministic = any(
+        schema.name in liars for liars in (LIARS, LIARS_OF_DTYPES, LIARS_OF_LAYOUTS, LIARS_ON_GPUS)
+    )
     if recorded.name and not deterministic:
         raise not_in_a_program(
             f"hold {func}: only the worker knows its result's shape, which depends on data",

@@ -107,6 +107,9 @@ LIARS_OF_DTYPES = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": frozenset({torch.float64}),
 }
 
+# These meta kernels do not know that a kernel lays its result out as its operands are, with channels last.
+LIARS_OF_LAYOUTS = {"aten::convolution": "strides"}
+
 # These operators have no meta kernel, and their result is a list. Its length follows from the arguments.
 LENGTHS: dict[str, Callable[[Sequence[Any]], int]] = {
     "aten::_histogramdd_bin_edges": lambda args: int(args[0].size(-1))
@@ -207,6 +210,14 @@ def propagate(
         return _propagate(func, args, kwargs, spec_of_operand, cpu_kernels)
 
 
+def _channels_last(spec: Spec) -> bool:
+    """Whether the channels of an image or a volume lie beside each other.
+
+    Where it has one pixel, as the weight of a convolution of 1 x 1, they do in any layout.
+    """
+    return len(spec.size) > 3 and spec.stride[1] == 1 and spec.size[1] > 1 and max(spec.size[2:]) > 1
+
+
 def _propagate(
     func: torch._ops.OpOverload,
     args: Sequence[Any],
@@ -217,6 +228,8 @@ def _propagate(
     operands = tensors_of(args, kwargs)
     dtypes = LIARS_OF_DTYPES.get(func._schema.name)
     if dtypes is not None and any(t.dtype in dtypes for t in operands):
+        raise NeedsWorker
+    if func._schema.name in LIARS_OF_LAYOUTS and any(map(_channels_last, map(spec_of_operand, operands))):
         raise NeedsWorker
     metas = [spec_of_operand(t).meta() for t in operands]
     twins = iter(metas)

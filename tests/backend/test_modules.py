@@ -410,3 +410,14 @@ def test_recurrent_layers_within_others_move(session: object) -> None:
     assert all(ref() is not None for ref in model[1]._flat_weight_refs) and model[1]._flat_weight_refs
     del held
     assert {p.device.type for p in model.to(REMOTE).parameters()} == {"remote"}
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_a_convolution_with_channels_last_has_its_strides_at_once(session: object, kernel: int) -> None:
+    """torch's meta kernel promises another layout."""
+    layer = nn.Conv2d(8, 16, kernel).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 8, 12, 12).to(memory_format=torch.channels_last)
+    expected = layer(x)
+    found = layer.to(REMOTE)(x.to(REMOTE))
+    assert found.stride() == expected.stride()
+    torch.testing.assert_close(found.detach().cpu(), expected.detach())

@@ -258,9 +258,10 @@ def _as_it_is(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _until_compiled() -> None:
-    """Wait until no worker compiles beside the steps any more, for two minutes at most."""
+    """Wait until no worker compiles beside the steps any more; fail after two minutes."""
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and any(one.compiled == "compiling" for one in dr.compiled_graphs()):
+    while any(one.compiled == "compiling" for one in dr.compiled_graphs()):
+        assert time.monotonic() < deadline, "a worker compiles for more than two minutes"
         time.sleep(0.25)
 
 

@@ -166,12 +166,14 @@ def _hinted(tensor: torch.Tensor) -> Spec:
 def _fits_efficient(place: Residence, specs: Sequence[Spec], masked: bool, enable_gqa: bool) -> bool:
     """Whether a GPU's memory-efficient kernel takes a tracer's attention as it is.
 
-    A graph has to name its kernel before the device sees it. This one takes all dtypes and most sizes, and
-    all its results are tensors. Its rules are those of torch's own choice (`sdp_utils.cpp`).
+    A graph has to name its kernel before the device sees it. This one takes float32 and both dtypes of 16
+    bits, and most sizes, and all its results are tensors. Its rules are those of torch's own choice
+    (`sdp_utils.cpp`).
     """
-    dtype, width = specs[0].dtype, specs[0].size[-1]
-    bytes_of = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}.get(dtype)
-    if place.kind != "cuda" or masked or enable_gqa or bytes_of is None:
+    dtype = specs[0].dtype
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return False
+    if place.kind != "cuda" or masked or enable_gqa:
         return False
     if not torch.backends.cuda.mem_efficient_sdp_enabled() or any(len(s.size) != 4 for s in specs):
         return False
@@ -184,9 +186,9 @@ def _fits_efficient(place: Residence, specs: Sequence[Spec], masked: bool, enabl
         return False
     # The kernel reads 16 bytes at once along the last dimension.
     return (
-        all(s.stride[-1] == 1 and s.size[-1] * bytes_of % 16 == 0 for s in specs)
+        all(s.stride[-1] == 1 and s.size[-1] * dtype.itemsize % 16 == 0 for s in specs)
         and all(s.size[1] == specs[0].size[1] for s in specs)
-        and specs[1].size[-1] == width
+        and specs[1].size[-1] == specs[0].size[-1]
         and 0 not in (*specs[0].size, *specs[1].size)
     )
 

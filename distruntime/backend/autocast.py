@@ -11,15 +11,18 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeGuard
 
 import torch
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..errors import drop_frames
-from ..log.handle import Residence, next_ref
+from ..log.handle import REMOTE_TYPES, Residence, next_ref
 from ..operators.new_calls import common_place
 from ..operators.propagate import Operator, tensors_of
 from ..operators.proxies import AUTOCAST, AUTOCAST_KEY
-from ..session.session import active
+from ..session.session import active, active_session
 from ..tensors.subclasses import plain_operands
 from ..tensors.tensor import DistributedTensor
 from .fused import RECURRENT, Kernel, whole
@@ -27,6 +30,8 @@ from .fused import RECURRENT, Kernel, whole
 _aten = torch.ops.aten
 _BELOW = torch._C._dispatch_keyset_full_after(AUTOCAST_KEY)
 _BANNED = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+# Dynamo and AOTAutograd trace with these in the places of proxies.
+_STAND_INS = (FakeTensor, FunctionalTensor)
 
 Policy = Callable[[Sequence[object], dict[str, object]], object]
 
@@ -124,7 +129,7 @@ def promoted(op: Operator) -> Policy:
 
     def run(args: Sequence[object], kwargs: dict[str, object]) -> object:
         dtype = lower = torch.get_autocast_dtype("remote")
-        for t in _proxies(a for a, counts in zip(args, counted) if counts):
+        for t in _remotes(a for a, counts in zip(args, counted) if counts):
             have = t.dtype
             if not have.is_floating_point or have is torch.float64:
                 continue
@@ -178,10 +183,13 @@ def banned(op: Operator) -> Policy:
 def by_worker(op: Operator) -> Policy:
     """Have a kernel that calls listed operators from within run under the worker's own autocast.
 
-    It serves code without gradients.
+    It serves code without gradients. A graph that is traced runs outside of autocast, so there it is lowered.
     """
+    lower = lowered(op)
 
     def run(args: Sequence[object], kwargs: dict[str, object]) -> object:
+        if any(type(t) in _STAND_INS for t in tensors_of(args, kwargs)):
+            return lower(args, kwargs)
         if torch.is_grad_enabled() or any(type(t) is not DistributedTensor for t in tensors_of(args, kwargs)):
             return _call(op, args, kwargs)
         return whole(op, args, kwargs, common_place(DistributedTensor, op, args, kwargs))
@@ -210,15 +218,21 @@ _casts: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 _to = torch.Tensor.to
 
 
+def _is_remote(value: object) -> TypeGuard[torch.Tensor]:
+    if type(value) is DistributedTensor:
+        return True
+    return isinstance(value, _STAND_INS) and value.device.type in REMOTE_TYPES
+
+
 def _eligible(value: object) -> bool:
-    if type(value) is not DistributedTensor:
+    if not _is_remote(value):
         return False
     dtype = value.dtype
     return dtype.is_floating_point and dtype is not torch.float64
 
 
 def _cast(value: object, dtype: torch.dtype) -> object:
-    if type(value) is not DistributedTensor:
+    if not _is_remote(value):
         if type(value) is list or type(value) is tuple:
             return [_cast(item, dtype) for item in value]
         return value
@@ -262,17 +276,19 @@ def clear_autocast_cache() -> None:
 # -- kernels -------------------------------------------------------------------------------------------------
 
 
-def _proxies(values: Iterable[object]) -> Iterator[DistributedTensor]:
+def _remotes(values: Iterable[object]) -> Iterator[torch.Tensor]:
     for value in values:
-        if type(value) is DistributedTensor:
+        if _is_remote(value):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _proxies(value)
+            yield from _remotes(value)
 
 
 def _place(args: Sequence[object]) -> Residence | None:
-    for proxy in _proxies(args):
-        return proxy._handle.place
+    for value in _remotes(args):
+        if type(value) is DistributedTensor:
+            return value._handle.place
+        return active_session().places.meant(value.device)
     return None
 
 

@@ -18,6 +18,7 @@ import torch
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.function import FunctionCtx
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..errors import drop_frames
@@ -206,16 +207,18 @@ def _choice(
 ) -> int:
     """Return which kernel torch chooses on a CPU.
 
-    It looks at metadata only, so the local twins' memory is never touched.
+    It looks at metadata only, so the local twins' memory is never touched. Of a tracer's fakes it would
+    choose the formula.
     """
-    twins = [torch.empty_strided(s.size, s.stride, dtype=s.dtype, device="cpu") for s in specs]
-    for twin, grad in zip(twins, grads):
-        twin.requires_grad_(grad)
-    mask = twins[3] if masked else None
-    query, key, value = twins[:3]
-    return torch._fused_sdp_choice(
-        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    with _disable_current_modes():
+        twins = [torch.empty_strided(s.size, s.stride, dtype=s.dtype, device="cpu") for s in specs]
+        for twin, grad in zip(twins, grads):
+            twin.requires_grad_(grad)
+        mask = twins[3] if masked else None
+        query, key, value = twins[:3]
+        return torch._fused_sdp_choice(
+            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
 
 
 def _chosen(op: Operator, place: Residence) -> tuple[int, ...] | None:

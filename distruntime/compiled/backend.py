@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config
 from torch.fx import GraphModule, Node
 
 from ..errors import ConfigurationError
@@ -35,8 +36,7 @@ def distruntime(
     """Compile a graph that Dynamo has traced, for the worker that has its tensors. Never waits.
 
     `options={"compile": "inductor"}`, or "cudagraphs", has the worker compile it, as `dr.program` does. A
-    graph that enters autocast runs operator by operator, with a warning, and so does one with tensors of this
-    process.
+    graph with tensors of this process runs operator by operator, with a warning.
     """
     compile = (options or {}).get("compile")
     if mode == "reduce-overhead" and not options:
@@ -68,9 +68,6 @@ def for_inductor(graph: GraphModule, inputs: Sequence[object], config: dict[str,
 
 
 def _compiled(graph: GraphModule, inputs: Sequence[object], compile: object) -> Compiled:
-    if torch.is_autocast_enabled("remote") or _enters_autocast(graph):
-        _runs_plainly("autocast is on in it")
-        return graph.forward
     number = next(_numbers)
     own: Compiled = aot_autograd(
         fw_compiler=_compiler(f"forward {number}", compile),
@@ -78,6 +75,8 @@ def _compiled(graph: GraphModule, inputs: Sequence[object], compile: object) -> 
         # A graph writes to arguments itself: each buffer of a batch norm would be a copy outside of it.
         keep_inference_input_mutations=True,
     )
+    # An eager backward pass is called outside of autocast, and its operators take the dtypes that they meet.
+    own = config.patch(backward_pass_autocast="off")(own)
     if not _share_memory(inputs):
         return _unless_shared(own(graph, inputs), graph)
     try:
@@ -169,11 +168,6 @@ def _runs_plainly(why: str) -> None:
     warnings.warn(
         f"a graph that torch.compile has traced runs operator by operator, as without it: {why}", stacklevel=2
     )
-
-
-def _enters_autocast(graph: GraphModule) -> bool:
-    """Whether a graph enters autocast. Fakes do not have its key: AOTAutograd would drop it in silence."""
-    return any(node.target is torch.amp.autocast_mode._enter_autocast for node in graph.graph.nodes)
 
 
 def _is_local(node: Node) -> bool:

@@ -5,6 +5,7 @@ Each function says what breaks without it, and `tests/compiled` notices.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from torch.fx import GraphModule
 from ..backend.no_dynamo import is_own
 from ..backend.on_import import when_imported
 from ..log.handle import REMOTE_TYPES
+from ..operators.proxies import AUTOCAST_KEY
 from ..session.session import active_session
 from ..tensors.tensor import DistributedTensor
 
@@ -33,6 +35,7 @@ def install_dynamo() -> None:
         return
     _installed.append(True)
     when_imported("torch._subclasses.fake_tensor", _claim_lazy)
+    when_imported("torch._dynamo.convert_frame", _cast_while_tracing)
     when_imported("torch._dynamo.trace_rules", _stay_out)
     when_imported("torch._dynamo.variables.builder", _take_proxies)
     when_imported("torch._dynamo.variables.tensor", _name_places)
@@ -73,6 +76,21 @@ def _claim_lazy(module: ModuleType) -> None:
 
     fake.__new__ = staticmethod(__new__)
     fake.fake_device = property(lambda self: vars(self)["fake_device"], claim)
+
+
+def _cast_while_tracing(module: ModuleType) -> None:
+    """Have autocast's kernels see the operators of a trace, under `torch.autocast("remote")`.
+
+    A proxy brings the key of autocast along, and a fake has none. It would lose the casts in silence.
+    """
+    own = module._compile
+
+    @functools.wraps(own)
+    def _compile(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._IncludeDispatchKeyGuard(AUTOCAST_KEY):
+            return own(*args, **kwargs)
+
+    module._compile = _compile  # type: ignore[attr-defined]
 
 
 def _claimed(device: torch.device) -> torch.device | None:

@@ -46,7 +46,7 @@ class Graph:
     """
 
     def __init__(self, run: Callable[..., Results], name: str, compile: str | None) -> None:
-        self._run, self.name, self._compile = run, name, compile
+        self._run, self.name, self._compile = _without_autocast(run), name, compile
         alive[next(_numbers)] = self
         # Before there is a plan, this counts the calls of a kind. At the first one nobody knows yet what its
         # operators return.
@@ -119,6 +119,16 @@ class Graph:
             return found
         finally:
             handlers.end()
+
+
+def _without_autocast(run: Callable[..., Results]) -> Callable[..., Results]:
+    """Return a graph's function for calls where autocast is on: its casts are operators of the graph."""
+
+    def call(*args: object) -> Results:
+        with torch._C._DisableAutocast():
+            return run(*args)
+
+    return call
 
 
 class _Result(NamedTuple):

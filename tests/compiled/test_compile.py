@@ -177,16 +177,6 @@ def _checkpointed(make: Compiler) -> object:
     return x.grad, layer.weight.grad
 
 
-def _under_autocast(make: Compiler) -> object:
-    layer = nn.Linear(4, 4, bias=False).to(REMOTE)
-    nn.init.ones_(layer.weight)
-    step, found = make(lambda x: layer(x)), []
-    for on in (False, True, False, True):
-        with torch.autocast(REMOTE, dtype=torch.bfloat16, enabled=on):
-            found.append(step(x_at()))
-    return found
-
-
 def _drawn(make: Compiler) -> object:
     torch.manual_seed(5)
     step = make(lambda x: F.dropout(x + torch.rand_like(x) + torch.rand(3, 4, device=x.device), 0.5))
@@ -284,7 +274,6 @@ CASES: dict[str, Callable[[Compiler], object]] = {
     "retained": _retained,
     "hooked": _hooked,
     "checkpointed": _checkpointed,
-    "autocast": _under_autocast,
     "draws": _drawn,
     "sizes": _sizes,
     "two places": _two_places,
@@ -349,24 +338,6 @@ def test_a_graph_with_tensors_of_this_process_says_so() -> None:
 
     with pytest.warns(UserWarning, match="operator by operator.*a tensor of this process"):
         compiled(act)(x_at())
-
-
-def test_autocast_inside_says_so() -> None:
-    def act(x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(REMOTE, dtype=torch.bfloat16):
-            return x @ x.T
-
-    with pytest.warns(UserWarning, match="autocast is on"):
-        assert compiled(act)(x_at()).dtype == torch.bfloat16
-
-
-def test_a_call_under_autocast_says_so() -> None:
-    step = compiled(lambda x: x @ x.T)
-    with (
-        pytest.warns(UserWarning, match="operator by operator: autocast is on"),
-        torch.autocast(REMOTE, dtype=torch.bfloat16),
-    ):
-        assert step(x_at()).dtype == torch.bfloat16
 
 
 def test_places_that_differ_are_both_named_at_the_users_line() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.machinery
 import importlib.util
 import sys
@@ -81,7 +82,8 @@ def when_imported(name: str, hook: Hook) -> None:
     """
     module = sys.modules.get(name)
     if module is not None:
-        _call(hook, module)
+        # Another thread may be amid its import. This waits for the end of it.
+        _call(hook, importlib.import_module(name))
         return
     _hooks.setdefault(name, []).append(hook)
     if _finder not in sys.meta_path:

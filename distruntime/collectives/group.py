@@ -199,7 +199,9 @@ class Groups:
         """Close the groups that nobody holds any more. Return at once."""
         # A recorded call must not close what others have dropped: a replay would not. Another thread that
         # opens a group looks by itself, and may take long.
-        if not (self._dropped or self._leaving) or recorded.name or not self._opening.acquire(blocking=False):
+        if not (self._dropped or self._leaving) or recorded.name or recorded.traced:
+            return
+        if not self._opening.acquire(blocking=False):
             return
         try:
             while self._dropped:

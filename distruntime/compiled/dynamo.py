@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from ..backend.no_dynamo import is_own
 from ..backend.on_import import when_imported
-from ..log.handle import REMOTE_TYPES
+from ..log.handle import BARE, REMOTE_TYPES
 from ..operators.proxies import AUTOCAST_KEY
 from ..session.session import active_session
 from ..tensors.tensor import DistributedTensor
@@ -35,6 +35,7 @@ def install_dynamo() -> None:
         return
     _installed.append(True)
     when_imported("torch._subclasses.fake_tensor", _claim_lazy)
+    when_imported("torch._subclasses.fake_tensor", _stay_on_meshes)
     when_imported("torch._dynamo.convert_frame", _cast_while_tracing)
     when_imported("torch._dynamo.trace_rules", _stay_out)
     when_imported("torch._dynamo.variables.builder", _take_proxies)
@@ -78,6 +79,37 @@ def _claim_lazy(module: ModuleType) -> None:
     fake.fake_device = property(lambda self: vars(self)["fake_device"], claim)
 
 
+def _stay_on_meshes(module: ModuleType) -> None:
+    """Have a fake that is copied to a bare "remote" stay on its mesh, as proxies do (collectives/copies.py).
+
+    DTensors copy what they get to the kind of device of their mesh, which is "remote".
+    """
+
+    mode = module.FakeTensorMode
+    dispatch = mode.dispatch
+
+    def _dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and (here := _stays(args[0], kwargs)) is not None:
+            kwargs = {**kwargs, "device": here}
+        return dispatch(self, func, types, args, kwargs)
+
+    mode.dispatch = _dispatch
+
+
+def _stays(source: torch.Tensor, kwargs: dict[str, Any] | None) -> torch.device | None:
+    """Return the device of a fake on a mesh that is copied to a bare "remote", or None."""
+    target = kwargs.get("device") if kwargs else None
+    if (
+        target is None
+        or target.type not in REMOTE_TYPES
+        or (target.index is not None and target.type != BARE)
+    ):
+        return None
+    here = source.device
+    known = here.type in REMOTE_TYPES and active_session().places.meant(here).node.members
+    return here if known else None
+
+
 def _cast_while_tracing(module: ModuleType) -> None:
     """Have autocast's kernels see the operators of a trace, under `torch.autocast("remote")`.
 
@@ -95,7 +127,7 @@ def _cast_while_tracing(module: ModuleType) -> None:
 
 def _claimed(device: torch.device) -> torch.device | None:
     """Return the device that a fake of a proxy claims, or None for other fakes."""
-    return active_session().places.meant(device).lazy if device.type == "remote" else None
+    return active_session().places.meant(device).lazy if device.type in ("remote", BARE) else None
 
 
 def _stay_out(module: ModuleType) -> None:

@@ -100,7 +100,9 @@ class Graph:
         try:
             with taping(session.logs) as tapes, noting() as notes:
                 handlers.run()
+                recorded.traced = True
                 found = self._run(*args)
+                recorded.traced = False
                 handlers.wait()
             if recorded.mixed:
                 self.why = "a signal's handler has issued something meanwhile"
@@ -110,7 +112,7 @@ class Graph:
             except NotSupportedError as error:
                 self.why = str(error).splitlines()[0]
                 return found
-            results = [_result(leaf, recording, names) for leaf in found]
+            results = [_result(leaf, recording, names, args) for leaf in found]
             self.why = recording.unfit or next((r.why for r in results if r.why), "")
             if not self.why and recording.acts:
                 self._plans[kind] = _Plan(recording, found, results, args, self.name, self._compile)
@@ -118,6 +120,7 @@ class Graph:
             recording.settle()
             return found
         finally:
+            recorded.traced = False
             handlers.end()
 
 
@@ -139,8 +142,11 @@ class _Result(NamedTuple):
     why: str = ""
 
 
-def _result(leaf: object, recording: Recording, names: dict[int, Name]) -> _Result:
+def _result(leaf: object, recording: Recording, names: dict[int, Name], args: Sequence[object]) -> _Result:
     if leaf is None or isinstance(leaf, (int, float, bool)):
+        return _Result(None, leaf)
+    if not isinstance(leaf, torch.Tensor) and any(leaf is arg for arg in args):
+        # The kind of a call has it, such as the mesh of a DTensor.
         return _Result(None, leaf)
     if not isinstance(leaf, DistributedTensor):
         return _Result(None, None, f"it returns a {type(leaf).__name__} of this process")

@@ -122,6 +122,8 @@ class _Recorded(threading.local):
     """The program that this thread records; an empty name where it records none."""
 
     name = ""
+    # It is True while a graph of torch.compile is recorded: that has no Python which could wait for a worker.
+    traced = False
     # It is True while something is issued that is noted as a whole.
     covered = False
     # It is True in a program's first call, which may make what is made once.
@@ -146,7 +148,7 @@ recorded = _Recorded()
 
 def cuts() -> bool:
     """Whether what is issued now is to be noted as a whole: this thread records, and nobody notes it yet."""
-    return bool(recorded.name) and not recorded.covered
+    return bool(recorded.name or recorded.traced) and not recorded.covered
 
 
 @contextmanager

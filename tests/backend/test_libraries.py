@@ -11,6 +11,7 @@ import os
 import runpy
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -198,6 +199,34 @@ def test_a_library_is_taught_when_it_is_imported(
     finally:
         for name in ("a_library", "a_library.part"):
             sys.modules.pop(name, None)
+
+
+def test_a_library_that_another_thread_is_importing_is_taught_behind_its_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "import gates\ngates.begun.set()\nassert gates.go.wait(60)\nlate = 1\n"
+    (tmp_path / "slow_library.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    gates = ModuleType("gates")
+    begun, go = threading.Event(), threading.Event()
+    vars(gates).update(begun=begun, go=go)
+    monkeypatch.setitem(sys.modules, "gates", gates)
+    found: list[int] = []
+    importing = threading.Thread(target=importlib.import_module, args=("slow_library",))
+    teaching = threading.Thread(
+        target=when_imported, args=("slow_library", lambda module: found.append(module.late))
+    )
+    try:
+        importing.start()
+        assert begun.wait(60)
+        teaching.start()
+        go.set()
+        for thread in (importing, teaching):
+            thread.join(60)
+        assert found == [1]
+    finally:
+        go.set()
+        sys.modules.pop("slow_library", None)
 
 
 def test_the_device_that_the_user_names_meanwhile_stays(

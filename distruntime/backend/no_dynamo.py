@@ -1,10 +1,9 @@
 """Keeping other backends of `torch.compile` away from remote tensors: with one, their code runs op by op.
 
-The backends "distruntime" and "inductor" are for them (see `compiled`). Any other has nothing to compile:
-Dynamo would break the graph at each operator, and would raise where `fullgraph=True` forbids that. So a
-compiled function looks at what it is called with, and runs as it was written if that is remote. It says so
-once for each line. What it cannot see there (a global) compiles to graph breaks, because Dynamo neither
-compiles this package nor looks into it.
+Some backends are for them (see `compiled`). Any other has nothing to compile: Dynamo would break the graph at
+each operator, and would raise where `fullgraph=True` forbids that. So a compiled function looks at what it is
+called with, and runs as it was written if that is remote. It says so once for each line. What it cannot see
+there (a global) compiles to graph breaks, because Dynamo neither compiles this package nor looks into it.
 
 `torch._dynamo.disable` would wrap the hot path in a Python function of 1 us per operator, and its import
 costs a second. Marking the functions and their code objects costs neither.
@@ -29,8 +28,12 @@ from ..session.spelling import is_remote
 from ..tensors.tensor import DistributedTensor
 from .on_import import when_imported
 
-# The second is the default. Its graphs of remote tensors are ours, too.
-_OWN = ("distruntime", "inductor")
+# These backends take remote tensors: see compiled/backend.py. `torch._dynamo.explain` has the last one, which
+# runs a graph as it is, as "eager" does.
+_OWN = (
+    *("distruntime", "inductor", "aot_eager", "cudagraphs", "eager"),
+    "dynamo_graph_accumulating_compiler",
+)
 _Function = Callable[..., Any]  # type: ignore[explicit-any]
 
 _FLEX = "torch.nn.attention.flex_attention"
@@ -112,7 +115,7 @@ def is_own(backend: object) -> bool:
     """Whether what Dynamo calls with a graph ends at a backend that takes remote tensors."""
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
-    return getattr(backend, "compiler_name", "") in _OWN
+    return getattr(backend, "compiler_name", getattr(backend, "__name__", "")) in _OWN
 
 
 def _why_not_traced(original: object, args: object, kwargs: object) -> str:

@@ -42,6 +42,7 @@ def install_dynamo() -> None:
     when_imported("torch._dynamo.variables.tensor", _name_places)
     when_imported("torch.utils.checkpoint", _name_module)
     _take_inductor(torch._TorchCompileInductorWrapper)
+    _take_named(torch._TorchCompileWrapper)
 
 
 def _claim_lazy(module: ModuleType) -> None:
@@ -184,6 +185,19 @@ def _take_inductor(wrapper: type) -> None:
         # It imports what only Dynamo needs, which takes a second.
         backend = importlib.import_module(".backend", __package__)
         return backend.for_inductor(graph, inputs, {**self.config, **(kwargs.get("config_patches") or {})})
+
+    wrapper.__call__ = __call__  # type: ignore[method-assign]
+
+
+def _take_named(wrapper: type) -> None:
+    """Have "aot_eager" and "cudagraphs" hand graphs with remote tensors to ours, too."""
+    own = wrapper.__call__
+
+    def __call__(self: Any, graph: GraphModule, inputs: Sequence[object]) -> Any:
+        if self.compiler_name not in ("aot_eager", "cudagraphs") or not has_remote(graph, inputs):
+            return own(self, graph, inputs)
+        backend = importlib.import_module(".backend", __package__)
+        return backend.for_named(graph, inputs, self.compiler_name)
 
     wrapper.__call__ = __call__  # type: ignore[method-assign]
 

@@ -411,11 +411,6 @@ def test_a_compiled_function_serves_the_next_session(fresh_session: Any) -> None
             assert step(torch.ones(2, device=REMOTE)).tolist() == [1.0, 2.0]
 
 
-def test_a_default_compilation_says_that_it_does_nothing() -> None:
-    with pytest.warns(UserWarning, match='backend="distruntime"'):
-        torch.compile(lambda x: x * 2, backend="aot_eager")(x_at())
-
-
 # -- other backends, and modes -------------------------------------------------------------------------------
 
 
@@ -474,9 +469,26 @@ def test_settings_that_do_not_reach_the_worker_are_named() -> None:
         assert torch.equal(function(x_at()).cpu(), x_at().cpu() * 2)
 
 
+@pytest.mark.filterwarnings("ignore:a program has no CUDA graph. the worker has no CUDA device")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "cudagraphs"])
+def test_torchs_own_backends_run_their_graphs(backend: str, made: list[graphs.Graph]) -> None:
+    assert torch.equal(trained(lambda model: torch.compile(model, backend=backend)), trained(plain))
+    assert all(one.replays for one in made) and bool(made) == (backend != "eager")
+
+
+def test_dynamo_explains_a_function_of_remote_tensors() -> None:
+    def act(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        print(end="")
+        return y * 2
+
+    here, there = (torch._dynamo.explain(act)(x) for x in (torch.ones(3), x_at()))
+    assert (here.graph_count, here.op_count) == (there.graph_count, there.op_count) == (2, 1)
+
+
 def test_another_backend_runs_operator_by_operator_and_says_so(made: list[graphs.Graph]) -> None:
-    function = torch.compile(lambda x: x * 2, backend="aot_eager")
-    with pytest.warns(UserWarning, match="does nothing to remote tensors by this backend"):
+    function = torch.compile(lambda x: x * 2, backend=lambda graph, inputs: graph.forward)
+    with pytest.warns(UserWarning, match='by this backend.*backend="distruntime"'):
         assert torch.equal(function(x_at()).cpu(), x_at().cpu() * 2)
     assert made == []
 

@@ -120,9 +120,7 @@ def is_own(backend: object) -> bool:
 
 def _why_not_traced(original: object, args: object, kwargs: object) -> str:
     """Say why a call for our own backend runs as it was written, or return nothing."""
-    if isinstance(getattr(original, "__self__", None), torch.optim.Optimizer) and _remote(original):
-        what = "an optimizer's step is one instruction with fused=True"
-    elif getattr(original, "__module__", "") == _FLEX and (_remote(args) or _remote(kwargs)):
+    if getattr(original, "__module__", "") == _FLEX and (_remote(args) or _remote(kwargs)):
         # Scripts compile this one function, with `fullgraph=True`. Dynamo cannot trace what stands in for it.
         what = "flex_attention is computed by its formula"
     else:

@@ -40,6 +40,7 @@ def install_dynamo() -> None:
     when_imported("torch._dynamo.trace_rules", _stay_out)
     when_imported("torch._dynamo.variables.builder", _take_proxies)
     when_imported("torch._dynamo.variables.tensor", _name_places)
+    when_imported("torch._dynamo.variables.optimizer", _count_on_workers)
     when_imported("torch.utils.checkpoint", _name_module)
     _take_inductor(torch._TorchCompileInductorWrapper)
     _take_named(torch._TorchCompileWrapper)
@@ -170,6 +171,23 @@ def _take_proxies(module: ModuleType) -> None:
     torch.DistributedTensor = DistributedTensor  # type: ignore[attr-defined]
     # AOTAutograd asks it of the gradients that a backward graph gets.
     DistributedTensor.__coerce_same_metadata_as_tangent__ = _as_it_is  # type: ignore[attr-defined]
+
+
+def _count_on_workers(module: ModuleType) -> None:
+    """Have an optimizer whose step is traced count its steps where its parameters are, as on a GPU.
+
+    Numbers of this process are no part of a graph.
+    """
+    own = module.OptimizerVariable._set_capturable
+
+    def _set_capturable(self: Any, tx: object) -> None:
+        for group in self.value.param_groups:
+            remote = all(type(p.data) is DistributedTensor for p in group["params"])
+            if "capturable" in group and remote and not group.get("fused"):
+                group["capturable"] = True
+        own(self, tx)
+
+    module.OptimizerVariable._set_capturable = _set_capturable
 
 
 def _take_inductor(wrapper: type) -> None:

@@ -360,16 +360,82 @@ def test_an_unknown_option_is_refused() -> None:
         compiled(lambda x: x * 2, options={"triton.cudagraphs": True})(x_at())
 
 
-def test_an_optimizers_step_runs_as_it_is() -> None:
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, object]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "Adam": (torch.optim.Adam, {"capturable": True}),
+    "AdamW, one by one": (torch.optim.AdamW, {"capturable": True, "foreach": False}),
+    "NAdam": (torch.optim.NAdam, {"capturable": True}),
+    "RMSprop": (torch.optim.RMSprop, {"capturable": True}),
+    "Adagrad": (torch.optim.Adagrad, {}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizers_step_is_one_instruction(name: str, made: list[graphs.Graph]) -> None:
+    """It counts its steps on the worker, so it computes as one that the user has made capturable."""
+    kind, options = OPTIMIZERS[name]
+    asked = {key: value for key, value in options.items() if key != "capturable"}
+    found = []
+    for make, given in ((plain, options), (compiled, asked)):
+        parameters = [nn.Parameter(torch.ones(n, device=REMOTE)) for n in (4, 3)]
+        step = make(kind(parameters, **given).step)  # type: ignore[arg-type]
+        for k in range(6):
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, 1.0 + k)
+            step()
+        found.append(dr.fetch(parameters))
+    for one, other in zip(*found):
+        # torch computes "one by one" with a multiplication that rounds once, where it traces.
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=0.0)
+    assert made[-1].replays >= 2 and made[-1].why == ""
+
+
+def test_a_fused_optimizer_is_as_it_was(made: list[graphs.Graph]) -> None:
     found = []
     for make in (plain, compiled):
         parameter = nn.Parameter(torch.ones(4, device=REMOTE))
-        step = make(torch.optim.Adam([parameter], 0.1).step)
+        optimizer = torch.optim.AdamW([parameter], 0.1, fused=True)
+        step = make(optimizer.step)
         for _ in range(4):
             parameter.grad = torch.ones_like(parameter)
             step()
         found.append(dr.fetch(parameter))
+        assert optimizer.param_groups[0]["capturable"] is False
     assert torch.equal(*found)
+
+
+def test_an_optimizer_that_has_begun_uncompiled_goes_on_compiled_and_back() -> None:
+    found = []
+    for make in (plain, compiled):
+        parameter = nn.Parameter(torch.ones(4, device=REMOTE))
+        optimizer = torch.optim.Adam([parameter], 0.1)
+        step = make(optimizer.step)
+        for k in range(9):
+            parameter.grad = torch.full_like(parameter, 1.0 + k)
+            (step if 2 <= k < 6 else optimizer.step)()
+        found.append(dr.fetch(parameter))
+    torch.testing.assert_close(*found)
+
+
+def test_a_whole_step_in_one_function() -> None:
+    found = []
+    for make in (plain, compiled):
+        torch.manual_seed(1)
+        model = nn.Linear(4, 2).to(REMOTE)
+        optimizer = torch.optim.Adam(model.parameters(), 0.1, capturable=True)
+
+        def step(x: torch.Tensor, model: nn.Module = model, optimizer: Any = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(x).square().mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            return loss.detach()
+
+        run = make(step)
+        found.append(dr.fetch([run(x_at()) for _ in range(6)] + list(model.parameters())))
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other)
 
 
 def test_inductor_compiles_it_on_the_worker(made: Any) -> None:

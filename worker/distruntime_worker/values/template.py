@@ -26,6 +26,7 @@ Fail = Callable[["Template", Slots, Words, int, BaseException], None]
 
 # These operators of torch exist only once their module is imported.
 _ON_IMPORT = {
+    "prims": "torch._inductor.inductor_prims",
     "torch_nn": "torch.nn.modules.linear_cross_entropy",
     "torch_attn": "torch.nn.attention.varlen",
 }
@@ -38,9 +39,10 @@ def operator(name: str) -> Operator:
     """
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
-    if namespace in _ON_IMPORT and importlib.util.find_spec(_ON_IMPORT[namespace]) is not None:
-        importlib.import_module(_ON_IMPORT[namespace])
     found, broken = _find(namespace, base, overload), ""
+    if found is None and namespace in _ON_IMPORT and importlib.util.find_spec(_ON_IMPORT[namespace]):
+        importlib.import_module(_ON_IMPORT[namespace])
+        found = _find(namespace, base, overload)
     if found is None:
         try:
             if _imported(namespace):

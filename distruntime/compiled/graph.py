@@ -59,8 +59,8 @@ class Graph:
     def __call__(self, *args: object) -> Results:
         try:
             # A compiled function inside a program is a part of it.
-            if recorded.name or torch._C._len_torch_dispatch_stack():
-                self.why = "it was called amid a recording or under a dispatch mode"
+            if recorded.name:
+                self.why = "it was called amid a recording"
                 return self._run(*args)
             session = active_session()
             if session is not self._session or len(self._plans) > _MOST_PLANS:
@@ -70,6 +70,10 @@ class Graph:
             if plan == 0:
                 self._plans[kind] = 1
                 self.why = "it was the first call with arguments of this kind"
+                return self._run(*args)
+            # AOTAutograd makes the first call under one of its own.
+            if torch._C._len_torch_dispatch_stack():
+                self.why = "it was called under a dispatch mode"
                 return self._run(*args)
             if isinstance(plan, int):
                 if plan > _MOST_TRIES:

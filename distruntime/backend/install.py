@@ -29,6 +29,7 @@ from ..operators.special import SPECIAL
 from ..session.session import active, active_session
 from ..session.spelling import named, require_alone, twin_on
 from ..tensors.parameters import install_parameters, keeping
+from ..tensors.sparse_operators import SPARSE, install_sparse
 from ..tensors.subclasses import install_subclasses, plain_operands
 from ..tensors.tensor import DistributedTensor
 from .accelerator import install_accelerator
@@ -133,6 +134,7 @@ def install() -> None:
     install_storages()
     install_generators()
     install_subclasses()
+    install_sparse()
     install_parameters()
     install_no_memory(_library[0])
     install_libraries()
@@ -141,6 +143,7 @@ def install() -> None:
     install_op_by_op()
     install_flex_attention()
     SPECIAL.update(COPIES)
+    SPECIAL.update(SPARSE)
     _ahead.append(threading.Thread(target=_import_ahead, name="distruntime-imports", daemon=True))
     _ahead[0].start()
     torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]

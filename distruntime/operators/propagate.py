@@ -292,14 +292,9 @@ def _result(
             return Same(same[id(value)])
         if value.layout is not torch.strided or value.is_quantized:
             what = value.layout if value.layout is not torch.strided else "quantized"
-            gradient = (
-                ". If it is the gradient of an embedding, make that with sparse=False"
-                if value.layout is torch.sparse_coo
-                else ""
-            )
             raise NotSupportedError(
                 f"{func}: the result would be {what}; remote tensors are strided only. "
-                f"Fetch the operands and compute locally{gradient}"
+                "Fetch the operands and compute locally"
             )
         return New(spec_of(value), memories.get(value.untyped_storage()._cdata) if alias is None else alias)
     if isinstance(value, (list, tuple)):

@@ -248,22 +248,6 @@ def test_clipping(device: str, foreach: bool | None) -> Any:
 
 
 @agrees
-def test_sparse_gradients_of_an_embedding(device: str) -> Any:
-    """They work, or the refusal says what to do instead: then the dense form is what is compared."""
-    torch.manual_seed(0)
-    table = nn.Embedding(6, 3, sparse=True).to(device)
-    index = torch.tensor([1, 4, 1]).to(device)
-    try:
-        table(index).square().sum().backward()
-    except NotImplementedError as refusal:
-        assert "sparse" in str(refusal)
-        table.sparse = False
-        table(index).square().sum().backward()
-    assert table.weight.grad is not None
-    return table.weight.grad.to_dense()
-
-
-@agrees
 def test_lbfgs(device: str) -> Any:
     model = nn.Linear(3, 1)
     nn.init.ones_(model.weight)

@@ -655,6 +655,26 @@ class Elementwise(Base):
                 remote = a.remote[a.remote > k]
             self.keep(a.place, remote, a.local[a.local > k], a)
 
+    @operation(0.6)
+    def rows_added(self) -> None:
+        """What training with sparse gradients does: rows come in twice, and are added into a dense tensor."""
+        a, dtype = self.any(), torch.int64
+        b = self.like(a, a.place, apart=[a.memory])
+        if not type(a.remote) is type(b.remote) is DistributedTensor or a.local.dtype != dtype:
+            return
+        rows = torch.tensor([self.random.randrange(a.local.shape[0]) for _ in range(a.local.shape[0])])
+        again = self.chance(0.5)
+
+        def add(x: Any, y: Any) -> None:
+            sparse = torch.sparse_coo_tensor(rows[None], y, x.shape, check_invariants=False)
+            sparse = (sparse + sparse * 2) if again else sparse.coalesce()
+            x.add_(sparse, alpha=3)
+
+        self.say("of", b, "into", a, "again" if again else "summed")
+        self.write(a, lambda x: add(x, b.remote), b)
+        # torch's own kernel adds the offset of a view twice (2.13), so these are added one by one here.
+        a.local.index_add_(0, rows, b.local, alpha=9 if again else 3)
+
     @operation(0.4)
     def slow(self) -> None:
         """Something that takes a while, of which nothing is read."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from agree import REMOTE, Disagreement, check, quietly, tensor
+from agree import REMOTE, check, quietly, tensor
 from fewer import fewer
 
 # It warns about packages that it would like and does not need.
@@ -23,11 +23,6 @@ with warnings.catch_warnings():
 STEPS = 5
 # A step of LBFGS has 20 of these inside by default, and all of them do the same.
 LBFGS_ITERATIONS = 4
-
-# What does not agree, and why. A case that starts to agree must leave this table: the test says so.
-_SPARSE = "sparse gradients: remote tensors are strided"
-_SPARSE_CASES = ("as it comes", "0 default", "1 non-default lr", "2 Tensor lr", "3 maximize")
-KNOWN = dict.fromkeys((f"SparseAdam {case}" for case in _SPARSE_CASES), _SPARSE)
 
 
 class _Net(torch.nn.Module):
@@ -96,16 +91,5 @@ def _cases() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("info", "kwargs"), fewer(_cases(), 3, "an optimizer with other arguments, 0.2 s each")
 )
-def test_optimizer(
-    session: object, request: pytest.FixtureRequest, info: OptimizerInfo, kwargs: dict[str, Any]
-) -> None:
-    name = request.node.callspec.id
-    try:
-        assert quietly(
-            lambda: check(lambda: _train(info, kwargs, "cpu"), lambda: _train(info, kwargs, REMOTE))
-        )
-    except Disagreement:
-        if name not in KNOWN:
-            raise
-    else:
-        assert name not in KNOWN, "agrees now: take it out of KNOWN"
+def test_optimizer(session: object, info: OptimizerInfo, kwargs: dict[str, Any]) -> None:
+    assert quietly(lambda: check(lambda: _train(info, kwargs, "cpu"), lambda: _train(info, kwargs, REMOTE)))

@@ -23,6 +23,7 @@ from torch.utils.backend_registration import rename_privateuse1_backend
 from ..collectives.copies import COPIES
 from ..errors import ConfigurationError, NotSupportedError, drop_frames, without_our_frames
 from ..log.handle import BARE, Place
+from ..operators.defined import install_defined
 from ..operators.dispatch import create, dispatch
 from ..operators.propagate import Operator
 from ..operators.special import SPECIAL
@@ -135,6 +136,7 @@ def install() -> None:
     install_generators()
     install_subclasses()
     install_sparse()
+    install_defined()
     install_parameters()
     install_no_memory(_library[0])
     install_libraries()

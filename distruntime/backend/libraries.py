@@ -149,8 +149,7 @@ def _launch(module: ModuleType) -> None:
                 raise NotSupportedError(
                     f"the Triton kernel {getattr(self, '__name__', '?')!r} reads memory of a GPU of this "
                     f"process, and its operand lives on {operand.place}. Let the worker launch it: make it "
-                    "an operator (torch.library.custom_op) in a package that is installed there, and call "
-                    "that operator"
+                    "an operator (torch.library.custom_op), whose body runs there, and call that operator"
                 )
         return own(self, *args, **kwargs)
 

@@ -542,7 +542,7 @@ _IDLE = (
 )
 _KERNELS = (
     "a kernel that this process launches reads memory of this process. Let the worker run it: make it an "
-    "operator (torch.library.custom_op) in a package that is installed there"
+    "operator (torch.library.custom_op), whose body runs there"
 )
 _WITHOUT = "run the step without it; the master issues ahead of the worker, which hides the cost of launching"
 _BUSY = "dr.nodes() shows how busy each worker is"

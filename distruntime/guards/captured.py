@@ -31,6 +31,7 @@ from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleTy
 import cloudpickle
 import numpy
 import torch
+from torch._library.custom_ops import CustomOpDef
 
 from ..errors import is_of_handler
 from ..log.line import of_a_library
@@ -269,6 +270,9 @@ class Captured:
         self._ids[id(thing)] = thing
         if isinstance(thing, (FunctionType, type, ModuleType)):
             return self._look_at_code(label, thing) if _has_body(thing) else []
+        # Such an operator travels as its kernel.
+        if isinstance(thing, CustomOpDef):
+            return [(label, thing._init_fn)]
         kind = type(thing)
         if kind.__module__.split(".")[0] in _NOT_SENT and not isinstance(thing, torch.nn.Module):
             # A function of `dr.remote` that another one names goes there as the plain one.

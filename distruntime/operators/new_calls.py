@@ -22,6 +22,7 @@ from ..log.spec import Spec, spec_from_wire
 from ..session.session import active_session
 from ..wire.messages import CHECK, WATCH
 from .ask_worker import ask
+from .defined import call_defined
 from .explicit import WORKERS_DEFAULT, depends, promoted, to_promote, with_dtype
 from .member_views import names_member
 from .owners import owner
@@ -118,6 +119,10 @@ def first_time(
     if local:
         args, kwargs = send_along(cls, func, args, kwargs, place)
         return func(*args, **kwargs)
+    if not func._schema.name.startswith("aten::"):
+        done = call_defined(func, args, kwargs, place)
+        if done is not NotImplemented:
+            return done
     remember = target is None or target in (place.lazy, place.device)
     return call(cls, func, args, kwargs, place, signature if remember else None)
 

@@ -8,6 +8,7 @@ process opens.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import io
@@ -21,6 +22,7 @@ import cloudpickle
 import msgpack
 import numpy
 import torch
+from torch._library.custom_ops import CustomOpDef
 
 from ..errors import NotSupportedError, UsageError, is_of_handler
 from ..guards.captured import PACKAGE, own_by_value, parts
@@ -113,6 +115,9 @@ class _ByName(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(thing, ModuleType) and type(thing) is not ModuleType:
             if sys.modules.get(thing.__name__) is thing:
                 return importlib.import_module, (thing.__name__,)
+        # The worker does not know the operator, whose kernel is a function like any other.
+        elif isinstance(thing, CustomOpDef):
+            return functools.partial, (thing._init_fn,)
         # One of this package's functions may stand in the place of torch's own here, and not there.
         elif isinstance(thing, FunctionType) and hasattr(thing, "__wrapped__"):
             place = str(thing.__globals__.get("__name__"))

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict, overload
+
+import torch
+from torch.utils._pytree import tree_map_only
 
 from ..errors import PlacementError, UsageError, drop_frames, without_our_frames
 from ..log.handle import Residence
+from ..operators import defined
+from ..operators.proxies import wrap
 from ..session.session import active_session
 from ..session.spelling import named, on_node, require_alone
+from ..tensors.fetch import fetch
+from ..tensors.tensor import DistributedTensor
 from .call import invoke
 from .callee import Callee, Function, Latest, Options, forget
-from .objects import Result, keep
+from .objects import RemoteObject, Result, keep
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -100,6 +107,34 @@ class RemoteFunction:
 
 def _plain(thing: object) -> object:
     return thing
+
+
+# Kernels of operators that the user's program has defined, and what of them travels, by the operators.
+_operators: dict[str, tuple[Function, Latest]] = {}
+
+
+def _call_kernel(
+    name: str,
+    kernel: Function,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    returns: object,
+    written: tuple[int, ...],
+) -> object:
+    """Call the kernel of an operator that the user's program has defined, where its operands are."""
+    known = _operators.get(name)
+    if known is None or known[0] is not kernel:
+        _operators[name] = known = kernel, Latest(kernel, name, forget)
+    # This is below autograd, and the body must not record.
+    args, kwargs = tree_map_only(
+        DistributedTensor, lambda t: wrap(DistributedTensor, t._handle), (list(args), dict(kwargs))
+    )
+    with torch.no_grad():
+        found = invoke(known[1].callee(), Options(returns, written), args, kwargs, None, keep)
+    return tree_map_only(RemoteObject, fetch, found)
+
+
+defined.run.append(_call_kernel)
 
 
 def residence_of(place: object, node: int | None) -> Residence | None:

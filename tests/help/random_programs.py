@@ -1897,6 +1897,23 @@ _keeper = dr.remote(Keeper)
 _give, _add_of, _wrap = dr.remote(Keeper.give), dr.remote(_add_held), dr.remote(_wrapped)
 
 
+def _weighted(x: torch.Tensor, others: list[torch.Tensor], k: int) -> torch.Tensor:
+    for other in others:
+        x = x * k + other
+    return x
+
+
+def _into(x: torch.Tensor, y: torch.Tensor) -> None:
+    x.add_(y)
+
+
+_define = torch.library.custom_op
+_told = _define("random_programs::told", _weighted, mutates_args=())
+_told.register_fake(lambda x, others, k: torch.empty_like(x))
+_untold = _define("random_programs::untold", _weighted, mutates_args=())
+_operator_into = _define("random_programs::into", _into, mutates_args=("x",))
+
+
 class Calling(Base):
     """Functions and objects of the user's own."""
 
@@ -1950,6 +1967,20 @@ class Calling(Base):
             _add_into(a.local, b.local)
         elif told:
             a.memory.poisoned = True
+
+    @operation(1)
+    def call_of_an_operator(self) -> None:
+        """An operator that this program defines, with metadata or without."""
+        a, told = self.any(healthy=True), self.chance(0.5)
+        b, operator = self.like(a, a.place, apart=[a.memory]), _told if told else _untold
+        if b.memory.poisoned:
+            return
+        self.say(a, "and", b, "told" if told else "")
+        with self.where(a.place):
+            remote = operator(a.remote, [b.remote, a.remote], 3)
+            _operator_into(b.remote, a.remote)
+        self.keep(a.place, remote, operator(a.local, [b.local, a.local], 3))
+        _operator_into(b.local, a.local)
 
     @operation(1)
     def call_for_a_view(self) -> None:

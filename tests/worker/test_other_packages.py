@@ -103,11 +103,13 @@ def test_a_worker_imports_the_package_of_an_operator(
         worker.stop()
 
 
-def test_an_operator_that_no_package_of_the_worker_has_says_where_it_belongs(session: object) -> None:
-    @torch.library.custom_op("only_here_for_tests::plus_one", mutates_args=())
+def test_an_operator_that_the_worker_does_not_have_says_where_it_belongs(session: object) -> None:
+    @torch.library.custom_op("only_here_for_tests::plus_one", mutates_args=(), device_types="cuda")
     def plus_one(x: torch.Tensor) -> torch.Tensor:
         return x + 1
 
     plus_one.register_fake(lambda x: torch.empty_like(x))
-    with pytest.raises(NotImplementedError, match="put it into a package of that name"):
+    with pytest.raises(
+        NotImplementedError, match="once the session has begun, with a kernel for this device"
+    ):
         plus_one(torch.ones(2, device=REMOTE)).cpu()

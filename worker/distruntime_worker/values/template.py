@@ -59,8 +59,8 @@ def operator(name: str) -> Operator:
         "compiled part may be made for another torch: install the build for this one on the worker"
         if broken
         else f", and no package {namespace!r} that is installed here has it. If it is one of a "
-        "package, install that on the worker; if this process defined it, put it into a package "
-        "of that name"
+        "package, install that on the worker; if your program defines it, let it do so once the session "
+        "has begun, with a kernel for this device"
     )
 
     def missing(*_: object, **__: object) -> None:

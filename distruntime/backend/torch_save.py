@@ -20,7 +20,7 @@ import torch
 from torch.utils.hooks import warn_if_has_hooks
 
 from ..errors import NotSupportedError, without_our_frames
-from ..log.handle import Storage
+from ..log.handle import Residence, Storage
 from ..session.session import active
 from ..tensors.fetch import Kind, fetch
 from ..tensors.remote_storage import RemoteStorage, nbytes
@@ -51,6 +51,17 @@ class _Walked(BaseException):
     """The walk is at its end, and nothing has been written."""
 
 
+class _Noted(Protocol):
+    """A local memory, with the place of the remote one that it stands for."""
+
+    _distruntime_home: Residence
+
+
+def home_of(storage: torch.UntypedStorage) -> Residence | None:
+    """Return the place whose memory a storage stands for while `save` runs; None for any other storage."""
+    return getattr(storage, "_distruntime_home", None)
+
+
 class _Memories:
     """Local memories of the sizes of remote ones, which are filled when all are known."""
 
@@ -66,6 +77,8 @@ class _Memories:
         size = max(nbytes(handle.storage), handle.spec.extent)
         if found is None:
             memory = torch.UntypedStorage(size, device="cpu")
+            noted: _Noted = memory  # type: ignore[assignment]
+            noted._distruntime_home = handle.place
             self._all[id(handle.storage)] = handle.storage, memory, proxy
             return memory
         storage, memory, other = found
@@ -194,7 +207,8 @@ def _fetched(proxy: torch.Tensor) -> torch.Tensor:
 def save(obj: object, f: object, *args: object, **kwargs: object) -> None:
     """Save as `torch.save` does; remote tensors become local ones in the file. Block until it is written.
 
-    All of them are fetched together. Tied tensors stay tied, and views share their memory.
+    All of them are fetched together. Tied tensors stay tied, and views share their memory. Under take-over
+    the file says "cuda:0" of them.
     """
     if not active or active[0].closed is not None:
         return _save(obj, f, *args, **kwargs)

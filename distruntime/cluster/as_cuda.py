@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import sys
 import types
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch.autograd import profiler
 from torch.jit import _builtins
+from torch.nn.parameter import is_lazy
 from torch.utils import _device
 
-from ..backend import no_memory, safetensors_files, torch_load
+from ..backend import no_memory, safetensors_files, torch_load, torch_save
 from ..backend.random import get_rng_state, set_rng_state
 from ..errors import ConfigurationError, NotSupportedError, drop_frames, of_caller, without_our_frames
 from ..log.handle import Residence, next_ref
@@ -33,10 +35,11 @@ from ..session.session import Session, active_session
 from ..session.stalls import get_sync_debug_mode, set_sync_debug_mode, stalls
 from ..streams import nvtx
 from ..streams.stream import Event, Stream, stream
-from ..tensors.tensor import DistributedTensor
+from ..tensors.tensor import DistributedTensor, saving
 
 _Function = Callable[..., Any]  # type: ignore[explicit-any]
 _ABSENT = object()
+_own_reduce = DistributedTensor.__reduce_ex__
 
 # What was replaced, and what stood there.
 _replaced: list[tuple[object, str, object]] = []
@@ -324,9 +327,34 @@ def _storage_cuda(self: torch.UntypedStorage, device: object = None, non_blockin
     return found
 
 
+def _tag(storage: torch.UntypedStorage) -> str | None:
+    """Return what a file says of where a remote tensor was: what a GPU's file says."""
+    home = torch_save.home_of(storage)
+    places = _places() if home is not None else []
+    return f"cuda:{places.index(home)}" if home in places else None
+
+
 def _restored(storage: torch.UntypedStorage, location: str) -> object:
     """Send what a file, or a dict of places, says of "cuda"."""
-    return torch_load.restore(storage, _meant(location)) if location.startswith("cuda") else None
+    if not location.startswith("cuda"):
+        return None
+    index, count = torch.device(location).index or 0, _device_count()
+    if index >= count:
+        raise RuntimeError(
+            f"Attempting to deserialize object on CUDA device {index} but torch.cuda.device_count() is "
+            f"{count}. Please use torch.load with map_location to map your storages to an existing device."
+        )
+    return torch_load.restore(storage, _meant(location))
+
+
+@without_our_frames
+def _reduce(self: DistributedTensor, protocol: SupportsIndex) -> str | tuple[object, ...]:
+    """Pickle the values, as those of a GPU are. Block until they are here."""
+    if is_lazy(self) or saving.get() is not None:
+        return _own_reduce(self, protocol)
+    file = io.BytesIO()
+    torch.save(self, file)
+    return torch.storage._load_from_bytes, (file.getvalue(),)
 
 
 # -- what is left of this process's CUDA ---------------------------------------------------------------------
@@ -384,7 +412,8 @@ def _replace_functions() -> None:
     _replace(torch.UntypedStorage, "cuda", _storage_cuda)
     _replace(torch.UntypedStorage, "to", _by_position(torch.UntypedStorage.to, 1))
     registry = torch.serialization._package_registry
-    _replace(torch.serialization, "_package_registry", [(0, lambda storage: None, _restored), *registry])
+    _replace(torch.serialization, "_package_registry", [(0, _tag, _restored), *registry])
+    _replace(DistributedTensor, "__reduce_ex__", _reduce)
     for name in ("nested_tensor", "as_nested_tensor"):
         _replace(torch.nested, name, _by_keyword(getattr(torch.nested, name)))
     # With a type, nn.DataParallel would look for the module's parameters on "cuda:0". Without one it calls

@@ -383,7 +383,7 @@ def test_a_script_for_cuda_runs_unchanged(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         printed.append(done.stdout.splitlines()[-1])
         said.append(done.stderr.splitlines())
-        saved.append(torch.load(checkpoint))
+        saved.append(torch.load(checkpoint, map_location="cpu"))
     assert printed[0].split()[-1] == "cpu" and printed[1].split()[-1] == "cuda"
     assert printed[0].split()[1] == printed[1].split()[1]
     # The end of the run says what was remote.

@@ -54,6 +54,7 @@ PROGRAMS = (
     _script("cleanrl_ppo.py", "gymnasium", "CleanRL's style: PPO on CartPole"),
     _script("mnist.py", "torch", "pytorch/examples' style: mnist, torch.accelerator, a loader's process"),
     _script("word_language_model.py", "torch", "pytorch/examples' style: an LSTM, a saved module"),
+    _script("word_language_model.py", "torch", "the same with a Transformer", "--model", "Transformer"),
     _script("vae.py", "torch", "pytorch/examples' style: a VAE"),
     _script("dcgan.py", "torch", "pytorch/examples' style: a DCGAN"),
     _script("hf_trainer.py", "transformers", "Trainer: train, evaluate, save, resume, generate"),

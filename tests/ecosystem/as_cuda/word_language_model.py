@@ -1,4 +1,7 @@
-"""In the style of pytorch/examples' word_language_model: an LSTM, truncated back-propagation, own SGD."""
+"""In the style of pytorch/examples' word_language_model: an LSTM or a Transformer, own SGD, a saved module.
+
+It saves and loads as the original does: the whole module, and no word of a device.
+"""
 
 import argparse
 import json
@@ -11,6 +14,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 parser = argparse.ArgumentParser()
+parser.add_argument("--model", choices=("LSTM", "Transformer"), default="LSTM")
+parser.add_argument("--nhead", type=int, default=2)
 parser.add_argument("--emsize", type=int, default=32)
 parser.add_argument("--nhid", type=int, default=32)
 parser.add_argument("--nlayers", type=int, default=2)
@@ -73,7 +78,34 @@ class RNNModel(nn.Module):
         return weight.new_zeros(shape), weight.new_zeros(shape)
 
 
-model = RNNModel().to(device)
+class TransformerModel(nn.Transformer):
+    def __init__(self):
+        super().__init__(
+            d_model=args.emsize,
+            nhead=args.nhead,
+            dim_feedforward=args.nhid,
+            num_encoder_layers=args.nlayers,
+            num_decoder_layers=1,
+            dropout=args.dropout,
+        )
+        self.src_mask = None
+        self.input_emb = nn.Embedding(ntokens, args.emsize)
+        self.decoder = nn.Linear(args.emsize, ntokens)
+        nn.init.uniform_(self.input_emb.weight, -0.1, 0.1)
+        nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
+        nn.init.zeros_(self.decoder.bias)
+
+    def forward(self, src):
+        if self.src_mask is None or self.src_mask.size(0) != len(src):
+            mask = torch.log(torch.tril(torch.ones(len(src), len(src))))
+            self.src_mask = mask.to(src.device)
+        src = self.input_emb(src) * math.sqrt(args.emsize)
+        output = self.decoder(self.encoder(src, mask=self.src_mask))
+        return F.log_softmax(output, dim=-1).view(-1, ntokens)
+
+
+recurrent = args.model == "LSTM"
+model = (RNNModel() if recurrent else TransformerModel()).to(device)
 criterion = nn.NLLLoss()
 torch.manual_seed(args.seed)
 
@@ -92,12 +124,15 @@ def get_batch(source, i):
 def evaluate(data_source):
     model.eval()
     total_loss = 0.0
-    hidden = model.init_hidden(4)
+    hidden = model.init_hidden(4) if recurrent else None
     with torch.no_grad():
         for i in range(0, data_source.size(0) - 1, args.bptt):
             data, targets = get_batch(data_source, i)
-            output, hidden = model(data, hidden)
-            hidden = repackage_hidden(hidden)
+            if recurrent:
+                output, hidden = model(data, hidden)
+                hidden = repackage_hidden(hidden)
+            else:
+                output = model(data)
             total_loss += len(data) * criterion(output, targets).item()
     return total_loss / (len(data_source) - 1)
 
@@ -108,17 +143,21 @@ lr = args.lr
 for epoch in range(1, args.epochs + 1):
     model.train()
     total_loss = 0.0
-    hidden = model.init_hidden(args.batch_size)
+    hidden = model.init_hidden(args.batch_size) if recurrent else None
     for batch, i in enumerate(range(0, train_data.size(0) - 1, args.bptt)):
         data, targets = get_batch(train_data, i)
         model.zero_grad()
-        hidden = repackage_hidden(hidden)
-        output, hidden = model(data, hidden)
+        if recurrent:
+            hidden = repackage_hidden(hidden)
+            output, hidden = model(data, hidden)
+        else:
+            output = model(data)
         loss = criterion(output, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         for p in model.parameters():
-            p.data.add_(p.grad, alpha=-lr)
+            if p.grad is not None:
+                p.data.add_(p.grad, alpha=-lr)
         total_loss += loss.item()
         if batch % args.log_interval == 0 and batch > 0:
             cur_loss = total_loss / args.log_interval
@@ -134,22 +173,34 @@ for epoch in range(1, args.epochs + 1):
     else:
         lr /= 4.0
 
-with open(save, "rb") as f:
-    model = torch.load(f, weights_only=False, map_location=device)
+known = [
+    *(RNNModel, TransformerModel, nn.Dropout, nn.Embedding, nn.LayerNorm, nn.Linear, nn.LSTM, F.relu),
+    *(nn.ModuleList, nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear),
+    *(nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder, nn.TransformerDecoderLayer),
+]
+with open(save, "rb") as f, torch.serialization.safe_globals(known):
+    model = torch.load(f)
+if recurrent:
     model.rnn.flatten_parameters()
 log.append(evaluate(val_data))
 
 torch.manual_seed(args.seed)
-hidden = model.init_hidden(1)
+hidden = model.init_hidden(1) if recurrent else None
 input = torch.zeros(1, 1, dtype=torch.long).to(device)
 generated = []
 model.eval()
 with torch.no_grad():
     for _ in range(12):
-        output, hidden = model(input, hidden)
+        if recurrent:
+            output, hidden = model(input, hidden)
+        else:
+            output = model(input)[-1]
         word_weights = output.squeeze().exp().cpu()
         word_idx = torch.multinomial(word_weights, 1)[0]
-        input.fill_(word_idx)
+        if recurrent:
+            input.fill_(word_idx)
+        else:
+            input = torch.cat([input, torch.full((1, 1), int(word_idx)).to(device)], 0)
         generated.append(idx2word[word_idx])
 print(" ".join(generated))
 where = str(next(model.parameters()).device)

@@ -41,6 +41,10 @@ _FLEX = "torch.nn.attention.flex_attention"
 _LOOKED_AT = 32
 
 
+def ignored(name: str) -> None:
+    """Hear of each call that runs as it was written. Take-over puts another function here."""
+
+
 def _functions(value: object, module: str) -> Iterator[FunctionType]:
     if isinstance(value, FunctionType):
         if value.__module__ == module:
@@ -100,6 +104,7 @@ def _watch_calls(module: ModuleType) -> None:
         @functools.wraps(made)
         def call(*args: object, **kwargs: object) -> object:
             if active and (why := why_not(original, args, kwargs)):
+                ignored("torch.compile")
                 warnings.warn(why, stacklevel=2)
                 return original(*args, **kwargs)
             return made(*args, **kwargs)

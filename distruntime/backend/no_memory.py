@@ -18,6 +18,10 @@ _dlpack = torch._C._to_dlpack
 has_gpu = torch.cuda.is_available
 
 
+def ignored(name: str) -> None:
+    """Hear of what is asked of torch and does nothing here. Take-over puts another function here."""
+
+
 @functools.wraps(_pin)
 def pin_memory(self: torch.Tensor, device: torch.device | str | None = None) -> torch.Tensor:
     """Pin as torch does where a GPU of this process is to copy from it.
@@ -27,6 +31,7 @@ def pin_memory(self: torch.Tensor, device: torch.device | str | None = None) -> 
     """
     if active and not isinstance(self, DistributedTensor):
         if not has_gpu():
+            ignored("pin_memory")
             return self
         if device is None or is_remote(device):
             device = "cuda"

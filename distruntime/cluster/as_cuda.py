@@ -16,17 +16,19 @@ import functools
 import io
 import sys
 import types
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
+from torch._library.custom_ops import CustomOpDef
 from torch.autograd import profiler
 from torch.jit import _builtins
 from torch.nn.parameter import is_lazy
 from torch.utils import _device
 
-from ..backend import no_memory, safetensors_files, torch_load, torch_save
+from ..backend import no_dynamo, no_memory, safetensors_files, torch_load, torch_save
 from ..backend.random import get_rng_state, set_rng_state
 from ..errors import ConfigurationError, NotSupportedError, drop_frames, of_caller, without_our_frames
 from ..log.handle import Residence, next_ref
@@ -36,6 +38,7 @@ from ..session.stalls import get_sync_debug_mode, set_sync_debug_mode, stalls
 from ..streams import nvtx
 from ..streams.stream import Event, Stream, stream
 from ..tensors.tensor import DistributedTensor, saving
+from .as_cuda_switches import switches
 
 _Function = Callable[..., Any]  # type: ignore[explicit-any]
 _ABSENT = object()
@@ -174,7 +177,8 @@ def _by_keyword(own: _Function) -> _Function:
             device = kwargs.get("device")
             if device is not None:
                 kwargs["device"] = _meant(device)
-            if "pin_memory" in kwargs:
+            if kwargs.get("pin_memory"):
+                _note("pin_memory")
                 kwargs["pin_memory"] = False
             return own(*args, **kwargs)
         except BaseException as error:
@@ -229,6 +233,32 @@ def _as_type(own: _Function, at: int) -> _Function:
         return placed(*args, **kwargs)
 
     return call
+
+
+def _autocast(own: _Function) -> _Function:
+    placed = _as_type(own, 1)
+
+    @functools.wraps(own)
+    def init(
+        self: torch.autocast,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        # torch would say "remote", which the script does not know.
+        lower = torch.get_device_module("remote").get_amp_supported_dtype()
+        meant = torch.get_autocast_dtype("remote") if dtype is None else dtype
+        if enabled and str(device_type).partition(":")[0] == "cuda" and meant not in lower:
+            warnings.warn(
+                "In CUDA autocast, but the target dtype is not supported. Disabling autocast.\n"
+                f"CUDA Autocast only supports dtypes of {', '.join(map(str, lower))} currently.",
+                stacklevel=2,
+            )
+            enabled = False
+        placed(self, device_type, dtype, enabled, cache_enabled)
+
+    return init
 
 
 @without_our_frames
@@ -366,11 +396,21 @@ def _without_cuda(own: _Function) -> _Function:
     @functools.wraps(own)
     def init(self: object, *args: Any, use_device: object = None, **kwargs: Any) -> None:  # type: ignore[explicit-any]
         if use_device == "cuda":
-            _pretended["ProfilerActivity.CUDA"] += 1
+            _note("ProfilerActivity.CUDA")
             use_device = None
         own(self, *args, use_device=use_device, **kwargs)
 
     return init
+
+
+def _without_autocast(own: _Function) -> _Function:
+    @functools.wraps(own)
+    def register(self: CustomOpDef, device_type: str, cast_inputs: torch.dtype) -> object:
+        if device_type == "cuda":
+            _note("torch.library.register_autocast")
+        return own(self, device_type, cast_inputs)
+
+    return register
 
 
 @without_our_frames
@@ -405,6 +445,11 @@ def _replace_functions() -> None:
         _replace(kind, "type", _typed(kind.type))
     _replace(torch, "set_default_tensor_type", _default_type(torch.set_default_tensor_type))
     _replace(no_memory, "has_gpu", lambda: False)
+    _replace(no_memory, "ignored", _note)
+    _replace(no_dynamo, "ignored", _note)
+    _replace(CustomOpDef, "register_autocast", _without_autocast(CustomOpDef.register_autocast))
+    for owner, name, new in switches(_note):
+        _replace(owner, name, new)
     _replace(torch.nn.Module, "to", _by_position(torch.nn.Module.to, 1))
     _replace(torch.nn.Module, "cuda", _module_cuda)
     _replace(_device.DeviceContext, "__init__", _by_position(_device.DeviceContext.__init__, 1))
@@ -423,7 +468,10 @@ def _replace_functions() -> None:
     _replace(data_parallel, "shown", lambda: [home.place for home in _places()])
     _replace(profiler.profile, "__init__", _without_cuda(profiler.profile.__init__))
     _replace(safetensors_files, "meant", _meant)
-    _replace(torch.autocast, "__init__", _as_type(torch.autocast.__init__, 1))
+    _replace(torch.autocast, "__init__", _autocast(torch.autocast.__init__))
+    # These compare a device's type with that of the arguments.
+    for name in ("custom_fwd", "custom_bwd"):
+        _replace(torch.amp, name, _as_type(getattr(torch.amp, name), 1))
     _replace(torch.amp.GradScaler, "__init__", _as_type(torch.amp.GradScaler.__init__, 1))
     for name in ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype"):
         _replace(torch, name, _as_type(getattr(torch, name), 0))
@@ -435,9 +483,13 @@ def _replace_functions() -> None:
 # -- torch.cuda ----------------------------------------------------------------------------------------------
 
 
+def _note(name: str) -> None:
+    _pretended[name] += 1
+
+
 def _pretending(name: str, value: object = None) -> _Function:
     def call(*args: object, **kwargs: object) -> object:
-        _pretended[name] += 1
+        _note(name)
         return value
 
     return call
@@ -490,10 +542,10 @@ class _Device(contextlib.ContextDecorator):
 
 
 class _DeviceOf(_Device):
-    """Stands for `torch.cuda.device_of`: what it is asked about lives on workers, so it changes nothing."""
+    """Stands for `torch.cuda.device_of`: a local tensor changes nothing."""
 
     def __init__(self, tensor: object) -> None:
-        super().__init__(None)
+        super().__init__(tensor.device if isinstance(tensor, DistributedTensor) else None)
 
 
 def _rng_state(device: object = "cuda") -> torch.Tensor:
@@ -704,6 +756,8 @@ def _replace_cuda() -> None:
         _replace(cuda.nvtx, name, _pretending(f"torch.cuda.nvtx.{name}"))
     for name in ("start", "stop"):
         _replace(cuda.profiler, name, _pretending(f"torch.cuda.profiler.{name}"))
+    for name in ("enable", "tuning_enable"):
+        _replace(cuda.tunable, name, _pretending(f"torch.cuda.tunable.{name}"))
     _replace(cuda.memory, "_record_memory_history", _pretending("torch.cuda.memory._record_memory_history"))
     for name in ("_dump_snapshot", "_snapshot"):
         _replace(cuda.memory, name, _refusing(f"torch.cuda.memory.{name}", _SNAPSHOT))

@@ -15,6 +15,9 @@ from fewer import fewer
 from processes import STARTING
 from random_programs import FAILED, Program, Run, World
 
+# One operation asks for memory that an object holds, and is told so, by whichever thread waits next.
+pytestmark = pytest.mark.filterwarnings("ignore:Keeper.add_and_give returned a tensor in memory")
+
 
 @pytest.fixture(
     scope="module",

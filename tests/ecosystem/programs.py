@@ -22,7 +22,7 @@ HALF = 2e-2
 # A script that trains makes more values than this on its worker. One that only sends its data there does not.
 FEW = 300
 # The last line that `distruntime run --as-cuda` says.
-_SUMMARY = re.compile(r"(\d+) values were made there, and this process waited for them (\d+) times?. (.*)")
+SUMMARY = re.compile(r"(\d+) values were made there, and this process waited for them (\d+) times?. (.*)")
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def read(status: int, printed: str, said: str) -> Run:
     found = json.loads(lines[-1])
     where = found.pop("where")
     numbers = {name: flat(value) for name, value in found.items()}
-    summary = _SUMMARY.search(said)
+    summary = SUMMARY.search(said)
     if summary is None:
         return Run(numbers, where)
     values, waits, pretended = summary.groups()

@@ -14,16 +14,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import json
-import math
 import os
-import platform
 import random
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -33,30 +29,23 @@ from pathlib import Path
 import programs
 import torchvision_operators
 from cases import CASES, Case, NotRun
-
-# It comes last, as some modules there have names of libraries' modules.
-sys.path.append(str(Path(__file__).resolve().parents[1] / "help"))
-from revision import revision
+from compare import (
+    CHANGED,
+    DIFFERS,
+    ENVIRONMENT,
+    FAILS,
+    HERE,
+    NOT_RUN,
+    WORKS,
+    difference,
+    rewrite,
+    table,
+    version,
+)
 
 KINDS = ("trainers", "ranks", "models", "vision", "interpretability", "science", "rl", "tools")
 # One case takes seconds. A child takes its libraries' imports on top, which are long on a cold disk.
 PATIENCE = 900.0
-WORKS, CHANGED, DIFFERS, HERE, FAILS, NOT_RUN = (
-    "works as written",
-    "works with a change",
-    "differs",
-    "stays in this process",
-    "fails",
-    "not run",
-)
-ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "DISTRUNTIME_QUIET": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "WANDB_MODE": "disabled",
-}
 
 
 @dataclass
@@ -213,24 +202,6 @@ def outcomes(kind: str, device: str, names: Sequence[str]) -> Iterator[Outcome]:
             names = names[1:]
 
 
-def difference(here: dict[str, list[float | str]], there: dict[str, list[float | str]]) -> float:
-    """Return the largest difference of two results, relative to the largest number of its kind."""
-    if here.keys() != there.keys():
-        return math.inf
-    worst = 0.0
-    for name, mine in here.items():
-        if len(mine) != len(there[name]):
-            return math.inf
-        size = max((abs(x) for x in mine if isinstance(x, float) and math.isfinite(x)), default=0.0)
-        for x, y in zip(mine, there[name]):
-            if x == y or (x != x and y != y):
-                continue
-            if isinstance(x, str) or isinstance(y, str) or not math.isfinite(x - y):
-                return math.inf
-            worst = max(worst, abs(x - y) / max(size, 1e-6))
-    return worst
-
-
 def judge(case: Case, here: Outcome, there: Outcome) -> tuple[str, str]:
     if reason := here.not_run or there.not_run:
         return NOT_RUN, reason
@@ -247,22 +218,7 @@ def judge(case: Case, here: Outcome, there: Outcome) -> tuple[str, str]:
     return WORKS, ""
 
 
-def version(library: str) -> str:
-    try:
-        return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
 HEADING = ["library", "version", "what was tried", "result", "waits"]
-
-
-def table(rows: Sequence[Row | Taken], heading: Sequence[str] = HEADING) -> Iterator[str]:
-    """Yield the lines of a table in Markdown, which reads well on a terminal too."""
-    cells = [[cell.replace("|", "\\|") for cell in row.cells()] for row in rows]
-    widths = [min(60, max(len(line[k]) for line in [heading, *cells])) for k in range(len(heading))]
-    for line in [heading, ["-" * width for width in widths], *cells]:
-        yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |"
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -314,18 +270,6 @@ def taken_summary(rows: Sequence[Taken]) -> str:
     return f"{len(rows)} scripts that say cuda: {right} give the same numbers on a worker, {wrong} do not."
 
 
-def rewrite(page: Path, lines: Sequence[str], words: str, mark: str = "table") -> None:
-    """Put a table into the page, between its two marks."""
-    before, begin, rest = page.read_text(encoding="utf-8").partition(f"<!-- {mark} -->\n")
-    _, end, after = rest.partition(f"<!-- end of the {mark} -->\n")
-    if not (begin and end):
-        raise ValueError(f"{page} has no lines `<!-- {mark} -->` and `<!-- end of the {mark} -->`")
-    machine = f"{os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}"
-    head = f"{time.strftime('%Y-%m-%d')}, {revision()}, torch {version('torch')}, {machine}. {words}"
-    text = "".join([before, begin, head, "\n\n", "\n".join(lines), "\n", end, after])
-    page.write_text(text, encoding="utf-8")
-
-
 def chosen(kind: str, wanted: Sequence[str]) -> list[str]:
     """Return the names of a file's cases."""
     before = set(CASES)
@@ -357,9 +301,9 @@ def main() -> int:
             scripts.append(taken(program))
             print(f"{program.name} ({program.library}): {scripts[-1].wrong or 'the same'}", flush=True)
     if rows:
-        print("", *table(rows), "", summary(rows), sep="\n")
+        print("", *table(rows, HEADING), "", summary(rows), sep="\n")
         if options.page:
-            rewrite(options.page, list(table(rows)), summary(rows))
+            rewrite(options.page, list(table(rows, HEADING)), summary(rows))
     if scripts:
         print("", *table(scripts, TAKEN_HEADING), "", taken_summary(scripts), sep="\n")
         if options.page:

@@ -66,7 +66,7 @@ def test_the_table_of_a_page_is_written_anew(run: Any, tmp_path: Path) -> None:
     page.write_text("Before.\n<!-- table -->\nold\n<!-- end of the table -->\nAfter.\n", encoding="utf-8")
     case = run.Case("torch", "a | b", script)
     rows = [run.Row(case, "1.0", run.WORKS, "", 3)]
-    run.rewrite(page, list(run.table(rows)), run.summary(rows))
+    run.rewrite(page, list(run.table(rows, run.HEADING)), run.summary(rows))
     text = page.read_text(encoding="utf-8")
     assert text.startswith("Before.\n<!-- table -->\n") and text.endswith(
         "<!-- end of the table -->\nAfter.\n"

@@ -1,0 +1,59 @@
+"""Runs a script behind one of the lane's preambles: python preamble.py KIND SCRIPT [ARGUMENT ...].
+
+"seed" seeds Python, numpy and torch once, for a script that does not. "draws" also seeds torch anew for each
+operator that draws, by its number. For a GPU's generator is not the CPU's, and a worker's is not this
+process's. So a script that draws on its device, for dropout say, draws alike wherever its tensors live.
+"""
+
+from __future__ import annotations
+
+import random
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_seed = torch.manual_seed
+
+
+class Draws(TorchDispatchMode):
+    """Seeds torch, here and on the workers, before each operator that draws."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        # A generator of the script's own has a state of its own.
+        own = any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
+        if torch.Tag.nondeterministic_seeded in func.tags and not own:
+            self.count += 1
+            _seed(self.count)
+        return func(*args, **kwargs)
+
+
+KINDS: dict[str, Callable[[], AbstractContextManager[object]]] = {"seed": nullcontext, "draws": Draws}
+
+
+def main(kind: str, script: str, *arguments: str) -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    with KINDS[kind]():
+        runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

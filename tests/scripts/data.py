@@ -9,6 +9,7 @@ import pickle
 import random
 import struct
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -62,8 +63,34 @@ def wikitext(folder: Path) -> None:
 
 
 @maker
+def penn(folder: Path) -> None:
+    write(folder / "train.txt", "\n".join(sentences(9000)) + "\n")
+
+
+@maker
 def text(folder: Path) -> None:
     write(folder / "input.txt", "\n".join(sentences(400)))
+
+
+@maker
+def stories(folder: Path) -> None:
+    """Write two shards of numbers below 64, as llama2.c's tinystories.py does for words."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for k in range(2):
+        draw = np.random.default_rng(k)
+        ids = (np.cumsum(draw.integers(0, 3, 4000)) % 64).astype(np.uint16)
+        ids.tofile(folder / f"data{k:02d}.bin")
+
+
+@maker
+def table(folder: Path) -> None:
+    """Write seven columns of numbers, one line an hour."""
+    start, draw = datetime(2020, 1, 1), np.random.default_rng(0)
+    lines = ["date," + ",".join(["A", "B", "C", "D", "E", "F", "OT"])]
+    for k in range(400):
+        numbers = np.sin(np.arange(1, 8) * k / 10) + draw.normal(0, 0.1, 7)
+        lines.append(f"{start + timedelta(hours=k)}," + ",".join(f"{x:.4f}" for x in numbers))
+    write(folder / "table.csv", "\n".join(lines) + "\n")
 
 
 # -- pictures ---------------------------------------------------------------------------------------------
@@ -81,13 +108,116 @@ def pictures(number: int, size: int, channels: int, seed: int = 0) -> tuple[np.n
     return images.astype(np.uint8), labels.astype(np.uint8)
 
 
-@maker
-def mnist(folder: Path) -> None:
+def mnist_of(folder: Path, train: int, test: int) -> None:
     """Write the four files of MNIST, unpacked, where torchvision's class looks for them."""
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True, exist_ok=True)
-    for seed, (name, number) in enumerate({"train": 640, "t10k": 200}.items()):
+    for seed, (name, number) in enumerate({"train": train, "t10k": test}.items()):
         images, labels = pictures(number, 28, 1, seed)
         head = struct.pack(">iiii", 0x803, number, 28, 28)
         (raw / f"{name}-images-idx3-ubyte").write_bytes(head + images.tobytes())
         (raw / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">ii", 0x801, number) + labels.tobytes())
+
+
+@maker
+def mnist(folder: Path) -> None:
+    mnist_of(folder, 640, 200)
+
+
+@maker
+def mnist_small(folder: Path) -> None:
+    mnist_of(folder, 200, 100)
+
+
+@maker
+def mnist1000(folder: Path) -> None:
+    """Write more pictures, for a script that prints at each hundredth batch of a hundred."""
+    mnist_of(folder, 10000, 200)
+
+
+@maker
+def mnist_many(folder: Path) -> None:
+    mnist_of(folder, 21000, 100)
+
+
+@maker
+def cifar10(folder: Path) -> None:
+    """Write the six batches of CIFAR-10; the preamble "sums" lets torchvision's class read them."""
+    cifar(folder / "cifar-10-batches-py", [f"data_batch_{k}" for k in range(1, 6)], "test_batch", "labels")
+
+
+@maker
+def cifar100(folder: Path) -> None:
+    cifar(folder / "cifar-100-python", ["train"], "test", "fine_labels")
+
+
+def cifar(folder: Path, train: list[str], test: str, key: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed, name in enumerate([*train, test]):
+        images, labels = pictures(600 // len(train) if name != test else 100, 32, 3, seed)
+        flat = images.transpose(0, 3, 1, 2).reshape(len(images), -1)
+        (folder / name).write_bytes(pickle.dumps({"data": flat, key: labels.tolist()}))
+    names = {"label_names": list("abcdefghij"), "fine_label_names": list("abcdefghij")}
+    for name in ("batches.meta", "meta"):
+        (folder / name).write_bytes(pickle.dumps(names))
+
+
+@maker
+def bsds300(folder: Path) -> None:
+    """Write pictures of two folders, train and test."""
+    from PIL import Image
+
+    for seed, (name, number) in enumerate({"train": 16, "test": 10}.items()):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for k, image in enumerate(pictures(number, 272, 3, seed)[0]):
+            Image.fromarray(image).save(folder / name / f"{k}.jpg")
+
+
+# -- graphs -----------------------------------------------------------------------------------------------
+
+
+def citations(
+    papers: int = 2708, words: int = 60, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the words of papers, their classes, and who cites whom, mostly within a class."""
+    draw = np.random.default_rng(seed)
+    classes = np.concatenate([np.arange(7), draw.integers(0, 7, papers - 7)])
+    features = (
+        draw.random((papers, words)) < 0.05 + 0.3 * (np.arange(words) % 7 == classes[:, None])
+    ).astype(int)
+    edges = draw.integers(0, papers, (6 * papers, 2))
+    near = (classes[edges[:, 0]] == classes[edges[:, 1]]) | (draw.random(len(edges)) < 0.1)
+    return features, classes, edges[near & (edges[:, 0] != edges[:, 1])]
+
+
+@maker
+def cora(folder: Path) -> None:
+    """Write cora.content and cora.cites."""
+    features, classes, edges = citations()
+    lines = [
+        "\t".join([str(1000 + k), *map(str, row), f"class_{label}"])
+        for k, (row, label) in enumerate(zip(features, classes))
+    ]
+    write(folder / "cora.content", "\n".join(lines) + "\n")
+    write(folder / "cora.cites", "".join(f"{1000 + a}\t{1000 + b}\n" for a, b in edges))
+
+
+@maker
+def planetoid(folder: Path) -> None:
+    """Write the eight files of Cora that torch_geometric's Planetoid looks for."""
+    from scipy.sparse import csr_matrix
+
+    features, classes, edges = citations(1200)
+    graph: dict[int, list[int]] = {k: [] for k in range(len(classes))}
+    for a, b in edges.tolist():
+        graph[a].append(b)
+    # The first 140 have labels to train with, and the last 200 are for the test.
+    parts = {"": slice(0, 140), "all": slice(0, 1000), "t": slice(1000, 1200)}
+    hot = np.eye(7, dtype=np.int32)[classes]
+    files: dict[str, object] = {"graph": graph}
+    for name, part in parts.items():
+        files[f"{name}x"], files[f"{name}y"] = csr_matrix(features[part].astype(np.float32)), hot[part]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        (folder / f"ind.cora.{name}").write_bytes(pickle.dumps(value))
+    write(folder / "ind.cora.test.index", "".join(f"{k}\n" for k in range(1000, 1200)))

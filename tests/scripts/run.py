@@ -1,12 +1,13 @@
-"""Runs scripts of other people's repositories here and on a worker, compares what they print, prints a table.
+"""Runs scripts of other people's repositories here and on a worker, and compares what they print.
 
-    python tests/scripts/run.py FOLDER [repository, or a part of a script's name ...] [--page docs/ecosystem.md]
+    python tests/scripts/run.py FOLDER [part of a name ...] [--page docs/ecosystem.md]
 
 list.toml names the scripts, and FOLDER has the clones of their repositories, as OWNER/NAME. What is missing
 there is cloned. Each script runs in a fresh copy of its repository's commit, with small data that data.py
-writes: on this machine's CPU, by `python -m distruntime run --as-cuda`, and, if it lets its user name a device,
+writes: on this machine's CPU, by `python -m distruntime run --as-cuda`, and, where its user names a device,
 by `python -m distruntime run` with "remote". Nothing of it is changed. The exit status is 1 if a result is
-worse than the list says. `build/scripts.json` keeps the rows, so that a page can be written from several runs.
+worse than the list says. `build/scripts.json` keeps the rows: a page can be written from several runs.
+`build/scripts/` has what each script has said.
 """
 
 from __future__ import annotations
@@ -23,24 +24,26 @@ import sys
 import tempfile
 import threading
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import tomllib
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 ECOSYSTEM = HERE.parent / "ecosystem"
 sys.path += [str(HERE), str(ECOSYSTEM)]
+from data import MAKERS  # noqa: E402
+
 import compare  # noqa: E402
 import programs  # noqa: E402
-from data import MAKERS  # noqa: E402
 
 KEPT = ROOT / "build" / "scripts.json"
 MARK = "table of scripts of others"
 # Seconds of one run.
-PATIENCE = 300.0
+PATIENCE = 120.0
 Numbers = dict[str, list[float | str]]
 # What depends on the clock is no result.
 CLOCK = re.compile(r"time|sec|fps|sps|speed|throughput", re.IGNORECASE)
@@ -65,6 +68,7 @@ class Script:
     few: int = programs.FEW
     fails: str = ""
     label: str = ""
+    cuda: str = ""
 
     @property
     def name(self) -> str:
@@ -170,7 +174,8 @@ def command(script: Script, mode: str) -> list[str]:
         "own": ("-m", "distruntime", "run"),
     }
     before = (str(HERE / "preamble.py"), script.preamble) if script.preamble else ()
-    return [sys.executable, *ours[mode], *before, *shlex.split(script.run.replace("{device}", device))]
+    words = script.run if mode == "here" else f"{script.run} {script.cuda}"
+    return [sys.executable, *ours[mode], *before, *shlex.split(words.replace("{device}", device))]
 
 
 def environment(script: Script, copy: Path) -> dict[str, str]:
@@ -361,6 +366,7 @@ def tried(script: Script, commit: str, clones: Path, only: bool) -> Row:
     here = run(script, "here", commit, clones)
     there = run(script, "as_cuda", commit, clones)
     result, why, expected = judge(script, here, there)
+    log(script, here, there)
     other = "" if only else own(script, here, commit, clones)
     counts = (there.values, there.waits, here.seconds, there.seconds)
     return Row(
@@ -376,6 +382,14 @@ def tried(script: Script, commit: str, clones: Path, only: bool) -> Row:
             expected,
         )
     )
+
+
+def log(script: Script, *runs: Run) -> None:
+    """Keep what a script has said, for who looks for the cause of a failure."""
+    file = KEPT.parent / "scripts" / f"{re.sub(r'[^a-zA-Z0-9.-]+', '_', script.key)}.txt"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    texts = [f"{run.output}\n{json.dumps(run.numbers)}\n" for run in runs]
+    file.write_text(f"{'-' * 80}\n".join(texts), encoding="utf-8")
 
 
 def summary(rows: Sequence[Row], missing: int) -> str:
@@ -429,7 +443,7 @@ def main() -> int:
         row = tried(script, commits[script.repository], clones, options.only_as_cuda)
         new[script.key] = row
         keep({**kept(), script.key: row})
-        print(f"{script.key}: {row.result}: {row.why}", flush=True)
+        print(f"{script.key}: {row.result}: {row.why} ({row.here:.0f} s, {row.there:.0f} s)", flush=True)
     old = kept()
     shown = [old[script.key] for script in scripts if script.key in (old if options.page else new)]
     words = summary(shown, len(scripts) - len(shown) if options.page else 0)

@@ -10,6 +10,7 @@
 #   make accelerator  the GPU's path on an accelerator that is simulated: it needs a C++ compiler, and says so without one
 #   make test-machines  the tests that depend on a machine, on 13 unlike ones: another processor, home, user, language
 #   make ecosystem  a script for each of 43 libraries, here and on a worker, in a venv of their own: some five minutes
+#   make scripts SCRIPTS=folder  scripts of other people's repositories, here and on a worker; it clones what the folder has not
 #   make torch-tests  PyTorch's own tests on remote tensors and in dr.spmd, a sample of them: some 20 minutes
 #   make examples  every example, with those that take long
 #   make piece    a piece of the lanes that take long, another one at each commit
@@ -138,6 +139,19 @@ ecosystem: .venv-ecosystem/.libraries
 		-r tests/ecosystem/libraries.txt -e '.[tests]'
 	@touch $@
 
+# ARGS="nanoGPT cleanrl" runs some, ARGS="--kept" those that have no row yet, and ARGS="--page docs/ecosystem.md" also
+# writes the table of all rows that are kept.
+SCRIPTS ?= build/clones
+
+scripts: .venv-ecosystem/.scripts
+	@mkdir -p $(SCRIPTS)
+	$(KEPT) .venv-ecosystem/bin/python tests/scripts/run.py $(SCRIPTS) $(ARGS)
+
+.venv-ecosystem/.scripts: .venv-ecosystem/.libraries tests/scripts/libraries.txt
+	@.venv-ecosystem/bin/pip install $(PIP_FLAGS) -qq --disable-pip-version-check -c constraints.txt \
+		-c tests/ecosystem/libraries.txt -r tests/scripts/libraries.txt
+	@touch $@
+
 # It installs these libraries alone, and runs their scripts: LIBRARIES="timm peft". Where nothing can be downloaded, not
 # even the smallest of them, it says that it cannot run.
 ecosystem-some: .venv/bin/pip
@@ -163,4 +177,4 @@ torch-tests: .venv/.torch-tests
 	@touch $@
 
 .PHONY: demo test test-all check rooms docs bench bench-quick examples gpu gpu-simulated accelerator ecosystem ecosystem-some
-.PHONY: torch-tests long lanes piece test-machines
+.PHONY: scripts torch-tests long lanes piece test-machines

@@ -5,6 +5,7 @@ Texts and pictures are drawn from a seed, or come from packages that are install
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
 import struct
@@ -93,6 +94,145 @@ def table(folder: Path) -> None:
     write(folder / "table.csv", "\n".join(lines) + "\n")
 
 
+# -- models and data sets of the hub, in the folders where their names point --------------------------------
+
+
+def tokenizer(folder: Path) -> int:
+    """Write a tokenizer that knows the words, and return how many tokens it has."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {word: k for k, word in enumerate([*special, *sorted(set(WORDS))])}
+    made = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = Whitespace()
+    made.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])],
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        bos_token="[CLS]",
+        eos_token="[SEP]",
+        model_max_length=128,
+        chat_template="{% for m in messages %}{{ m['content'] }} {% endfor %}",
+    ).save_pretrained(folder)
+    return len(vocabulary)
+
+
+@maker
+def tiny_bert(folder: Path) -> None:
+    import torch
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    BertForMaskedLM(BertConfig(vocab_size=tokenizer(folder), **size)).save_pretrained(folder)
+
+
+@maker
+def tiny_llama(folder: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    tokens = {"vocab_size": tokenizer(folder), "bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
+    LlamaForCausalLM(LlamaConfig(**size, **tokens)).save_pretrained(folder)
+
+
+def lines_of_json(path: Path, rows: list[dict[str, object]]) -> None:
+    write(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+@maker
+def texts(folder: Path) -> None:
+    lines_of_json(folder / "train.jsonl", [{"text": line} for line in sentences(40)])
+
+
+@maker
+def prompts(folder: Path) -> None:
+    lines_of_json(folder / "train.jsonl", [{"prompt": line} for line in sentences(40)])
+
+
+@maker
+def preferences(folder: Path) -> None:
+    words = list(sentences(120))
+    rows = zip(words[::3], words[1::3], words[2::3])
+    lines_of_json(folder / "train.jsonl", [{"prompt": a, "chosen": b, "rejected": c} for a, b, c in rows])
+
+
+@maker
+def alpaca(folder: Path) -> None:
+    words = list(sentences(120))
+    rows = zip(words[::3], words[1::3], words[2::3])
+    lines_of_json(folder / "train.jsonl", [{"instruction": a, "input": b, "output": c} for a, b, c in rows])
+
+
+@maker
+def mrpc(folder: Path) -> None:
+    """Write pairs of sentences with labels, as one of the parts of GLUE."""
+    names = {"train": 64, "validation": 20, "test": 8}
+    for seed, (name, number) in enumerate(names.items()):
+        words = list(sentences(2 * number, seed))
+        rows = [
+            {"sentence1": a, "sentence2": a if k % 2 else b, "label": k % 2, "idx": k}
+            for k, (a, b) in enumerate(zip(words[::2], words[1::2]))
+        ]
+        lines_of_json(folder / f"{name}.jsonl", rows)
+    files = "".join(f"  - split: {name}\n    path: {name}.jsonl\n" for name in names)
+    write(folder / "README.md", f"---\nconfigs:\n- config_name: mrpc\n  data_files:\n{files}---\n")
+
+
+@maker
+def glue_metric(folder: Path) -> None:
+    """Write a metric that `evaluate.load("glue", "mrpc")` finds: accuracy and F1."""
+    write(
+        folder / "glue.py",
+        """import datasets
+import evaluate
+from sklearn.metrics import accuracy_score, f1_score
+
+
+class Glue(evaluate.Metric):
+    def _info(self):
+        number = datasets.Value("int64")
+        features = datasets.Features({"predictions": number, "references": number})
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references):
+        return {
+            "accuracy": float(accuracy_score(references, predictions)),
+            "f1": float(f1_score(references, predictions)),
+        }
+""",
+    )
+
+
+@maker
+def unet(folder: Path) -> None:
+    from diffusers import UNet2DModel
+
+    model = UNet2DModel(
+        sample_size=16,
+        block_out_channels=(16, 16),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=1,
+        norm_num_groups=4,
+    )
+    model.save_config(folder)
+
+
 # -- pictures ---------------------------------------------------------------------------------------------
 
 
@@ -173,12 +313,31 @@ def bsds300(folder: Path) -> None:
             Image.fromarray(image).save(folder / name / f"{k}.jpg")
 
 
+@maker
+def folder_pictures(folder: Path) -> None:
+    from PIL import Image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for k, image in enumerate(pictures(12, 16, 3)[0]):
+        Image.fromarray(image).save(folder / f"{k}.png")
+
+
+@maker
+def class_pictures(folder: Path) -> None:
+    """Write pictures of four classes, each in a folder of its own, to train with and to validate."""
+    from PIL import Image
+
+    for seed, (name, number) in enumerate({"train": 32, "validation": 16}.items()):
+        for k, image in enumerate(pictures(number, 32, 3, seed)[0]):
+            place = folder / name / f"class{k % 4}"
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(place / f"{k}.png")
+
+
 # -- graphs -----------------------------------------------------------------------------------------------
 
 
-def citations(
-    papers: int = 2708, words: int = 60, seed: int = 0
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def citations(papers: int, words: int = 60, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the words of papers, their classes, and who cites whom, mostly within a class."""
     draw = np.random.default_rng(seed)
     classes = np.concatenate([np.arange(7), draw.integers(0, 7, papers - 7)])
@@ -192,8 +351,17 @@ def citations(
 
 @maker
 def cora(folder: Path) -> None:
-    """Write cora.content and cora.cites."""
-    features, classes, edges = citations()
+    """Write cora.content and cora.cites, as long as the published ones."""
+    cora_of(folder, 2708)
+
+
+@maker
+def cora_small(folder: Path) -> None:
+    cora_of(folder, 1700)
+
+
+def cora_of(folder: Path, papers: int) -> None:
+    features, classes, edges = citations(papers)
     lines = [
         "\t".join([str(1000 + k), *map(str, row), f"class_{label}"])
         for k, (row, label) in enumerate(zip(features, classes))

@@ -113,6 +113,10 @@ class Row:
     expected: bool = False
 
     @property
+    def settled(self) -> bool:
+        return self.result == compare.WORKS or self.expected
+
+    @property
     def worse(self) -> bool:
         return self.result not in (compare.WORKS, compare.NOT_RUN) and not self.expected
 
@@ -235,18 +239,16 @@ def run(script: Script, mode: str, commit: str, clones: Path) -> Run:
 
         clock = threading.Timer(PATIENCE, end)
         clock.start()
-        try:
+        with process:
             said = "".join(output(process, script.until))
-            status = process.wait()
-        finally:
-            clock.cancel()
+        clock.cancel()
         seconds = time.monotonic() - began
         found = numbers(script, said, folder)
     if os.environ.get("ECOSYSTEM_VERBOSE"):
         print(mode, said[-6000:], sep="\n", file=sys.stderr)
     error = f"it ran longer than {PATIENCE:g} s" if late.is_set() else ""
-    if not error and status and not (script.until and re.search(script.until, said, re.MULTILINE)):
-        error = last_words(said) or f"the process ended with status {status}"
+    if not error and process.returncode and not (script.until and re.search(script.until, said, re.MULTILINE)):
+        error = last_words(said) or f"the process ended with status {process.returncode}"
     summary = programs.SUMMARY.search(said)
     values, waits, pretended = summary.groups() if summary else ("0", "0", "")
     names = pretended.removeprefix("Only pretended: ") if pretended.startswith("Only") else ""
@@ -438,7 +440,7 @@ def main() -> int:
     clones = options.folder.resolve()
     for script in scripts:
         wanted = not options.wanted or any(word in script.key for word in options.wanted)
-        if not wanted or (options.kept and script.key in old and not old[script.key].worse):
+        if not wanted or (options.kept and script.key in old and old[script.key].settled):
             continue
         row = tried(script, commits[script.repository], clones, options.only_as_cuda)
         new[script.key] = row

@@ -240,19 +240,31 @@ def run(script: Script, mode: str, commit: str, clones: Path) -> Run:
         clock = threading.Timer(PATIENCE, end)
         clock.start()
         with process:
-            said = "".join(output(process, script.until))
+            try:
+                said = "".join(output(process, script.until))
+            finally:
+                # Whoever ends the lane ends the script, which is the first of a session of its own.
+                if process.poll() is None and sys.exc_info()[0] is not None:
+                    end()
         clock.cancel()
         seconds = time.monotonic() - began
-        found = numbers(script, said, folder)
+        found = numbers(script, before(script.until, said), folder)
     if os.environ.get("ECOSYSTEM_VERBOSE"):
         print(mode, said[-6000:], sep="\n", file=sys.stderr)
     error = f"it ran longer than {PATIENCE:g} s" if late.is_set() else ""
-    if not error and process.returncode and not (script.until and re.search(script.until, said, re.MULTILINE)):
+    stopped = bool(script.until and re.search(script.until, said, re.MULTILINE))
+    if not error and process.returncode and not stopped:
         error = last_words(said) or f"the process ended with status {process.returncode}"
     summary = programs.SUMMARY.search(said)
     values, waits, pretended = summary.groups() if summary else ("0", "0", "")
     names = pretended.removeprefix("Only pretended: ") if pretended.startswith("Only") else ""
     return Run(found, seconds, error, int(values), int(waits), names, said)
+
+
+def before(until: str, said: str) -> str:
+    """Leave out what a script says behind the line that interrupts it: how much that is, chance decides."""
+    found = re.search(until, said, re.MULTILINE) if until else None
+    return said if found is None else said[: found.end()] + said[found.end() :].partition("\n")[0]
 
 
 def last_words(said: str) -> str:
@@ -435,6 +447,7 @@ def main() -> int:
     )
     parser.add_argument("--kept", action="store_true", help="run only what has no row yet")
     options = parser.parse_intermixed_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     scripts, commits = read(options.list)
     old, new = kept(), {}
     clones = options.folder.resolve()

@@ -1,5 +1,6 @@
-"""Small data in the formats that the scripts of list.toml look for. Each function writes some into a folder.
+"""Small data in the formats that the scripts of list.toml look for: python data.py NAME FOLDER ...
 
+Each function writes some into a folder.
 Texts and pictures are drawn from a seed, or come from packages that are installed anyway.
 """
 
@@ -9,6 +10,7 @@ import json
 import pickle
 import random
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -389,3 +391,8 @@ def planetoid(folder: Path) -> None:
     for name, value in files.items():
         (folder / f"ind.cora.{name}").write_bytes(pickle.dumps(value))
     write(folder / "ind.cora.test.index", "".join(f"{k}\n" for k in range(1000, 1200)))
+
+
+if __name__ == "__main__":
+    for name, folder in zip(sys.argv[1::2], sys.argv[2::2]):
+        MAKERS[name](Path(folder))

@@ -18,6 +18,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,7 +36,6 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 ECOSYSTEM = HERE.parent / "ecosystem"
 sys.path += [str(HERE), str(ECOSYSTEM)]
-from data import MAKERS  # noqa: E402
 
 import compare  # noqa: E402
 import programs  # noqa: E402
@@ -203,15 +203,31 @@ def output(process: subprocess.Popen[str], until: str) -> Iterator[str]:
             os.killpg(process.pid, signal.SIGINT)
 
 
-def run(script: Script, mode: str, commit: str, clones: Path) -> Run:
-    """Run a script in a fresh copy, as its user would."""
+def make(script: Script, made: Path) -> str:
+    """Make a script's data, each kind in a folder. Return why it cannot be made, or nothing."""
+    if not script.data:
+        return ""
+    # Some come from libraries, which a process of their own imports as the script does.
+    words = [word for name in script.data for word in (name, str(made / name))]
+    done = subprocess.run(
+        [sys.executable, str(HERE / "data.py"), *words],
+        env=environment(script, made),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return f"its data cannot be made: {last_words(done.stderr)}" if done.returncode else ""
+
+
+def run(script: Script, mode: str, commit: str, clones: Path, made: Path) -> Run:
+    """Run a script in a fresh copy, with data that were made, as its user would."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         copy = Path(temporary) / "copy"
         copy.mkdir()
         unpack(script, commit, clones, copy)
         folder = copy / script.folder
         for name, where in script.data.items():
-            MAKERS[name](folder / where)
+            shutil.copytree(made / name, folder / where, dirs_exist_ok=True)
         began = time.monotonic()
         process = subprocess.Popen(
             command(script, mode),
@@ -242,10 +258,10 @@ def run(script: Script, mode: str, commit: str, clones: Path) -> Run:
         with process:
             try:
                 said = "".join(output(process, script.until))
-            finally:
+            except BaseException:
                 # Whoever ends the lane ends the script, which is the first of a session of its own.
-                if process.poll() is None and sys.exc_info()[0] is not None:
-                    end()
+                end()
+                raise
         clock.cancel()
         seconds = time.monotonic() - began
         found = numbers(script, before(script.until, said), folder)
@@ -362,11 +378,11 @@ def judge(script: Script, here: Run, there: Run) -> tuple[str, str, bool]:
     return compare.WORKS, f"{same}; {script.why_close}" if script.why_close else same, False
 
 
-def own(script: Script, here: Run, commit: str, clones: Path) -> str:
+def own(script: Script, here: Run, commit: str, clones: Path, made: Path) -> str:
     """Return what a script's own word for a device comes to; nothing if it takes none."""
     if "{device}" not in script.run or here.error:
         return ""
-    there = run(script, "own", commit, clones)
+    there = run(script, "own", commit, clones, made)
     worst = compare.difference(here.numbers, there.numbers)
     if there.error or worst > script.close:
         return there.error or f"differs by {worst:.1e}"
@@ -377,11 +393,15 @@ def tried(script: Script, commit: str, clones: Path, only: bool) -> Row:
     """Run a script in each way."""
     if reason := clone(script.repository, commit, clones):
         return Row(script.repository, script.name, compare.NOT_RUN, reason)
-    here = run(script, "here", commit, clones)
-    there = run(script, "as_cuda", commit, clones)
+    with tempfile.TemporaryDirectory() as temporary:
+        made = Path(temporary)
+        if reason := make(script, made):
+            return Row(script.repository, script.name, compare.FAILS, reason)
+        here = run(script, "here", commit, clones, made)
+        there = run(script, "as_cuda", commit, clones, made)
+        other = "" if only else own(script, here, commit, clones, made)
     result, why, expected = judge(script, here, there)
     log(script, here, there)
-    other = "" if only else own(script, here, commit, clones)
     counts = (there.values, there.waits, here.seconds, there.seconds)
     return Row(
         *(

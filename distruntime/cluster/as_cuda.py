@@ -37,6 +37,7 @@ from ..session.session import Session, active_session
 from ..session.stalls import get_sync_debug_mode, set_sync_debug_mode, stalls
 from ..streams import nvtx
 from ..streams.stream import Event, Stream, stream
+from ..tensors.parameters import keeping
 from ..tensors.tensor import DistributedTensor, saving
 from .as_cuda_switches import switches
 
@@ -273,6 +274,27 @@ def _module_cuda(self: torch.nn.Module, device: object = None) -> torch.nn.Modul
     return self.to(_index(device))
 
 
+# torch's own descriptor, and that of remote tensors.
+_data: Any = torch.Tensor.data  # type: ignore[explicit-any]
+_remote_data: Any = DistributedTensor.data  # type: ignore[explicit-any]
+
+
+@without_our_frames
+def _get_data(self: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = (_remote_data if isinstance(self, DistributedTensor) else _data).__get__(self)
+    return found
+
+
+@without_our_frames
+def _set_data(self: torch.nn.Parameter, other: torch.Tensor) -> None:
+    """Let a local parameter become a remote one, as CUDA's parameters do: `layer.weight.data = there`."""
+    if isinstance(self, DistributedTensor) or not isinstance(other, DistributedTensor):
+        (_remote_data if isinstance(self, DistributedTensor) else _data).__set__(self, other)
+        return
+    with keeping([self]):
+        torch.utils.swap_tensors(self, torch.nn.Parameter(other.data, self.requires_grad))
+
+
 # -- the old names of types ----------------------------------------------------------------------------------
 
 _TYPES = (
@@ -450,6 +472,7 @@ def _replace_functions() -> None:
     _replace(CustomOpDef, "register_autocast", _without_autocast(CustomOpDef.register_autocast))
     for owner, name, new in switches(_note):
         _replace(owner, name, new)
+    _replace(torch.nn.Parameter, "data", property(_get_data, _set_data))
     _replace(torch.nn.Module, "to", _by_position(torch.nn.Module.to, 1))
     _replace(torch.nn.Module, "cuda", _module_cuda)
     _replace(_device.DeviceContext, "__init__", _by_position(_device.DeviceContext.__init__, 1))

@@ -411,6 +411,29 @@ def test_a_training_loop_in_this_process_gives_what_a_cpu_gives() -> None:
     torch.testing.assert_close(train("cuda"), train("cpu"))
 
 
+class Marked(nn.Parameter):
+    """A parameter of a user's class."""
+
+
+def test_a_local_parameter_takes_remote_data() -> None:
+    layer = nn.Linear(3, 2)
+    layer.weight.mark = "kept"  # type: ignore[assignment]
+    layer.bias = Marked(torch.zeros(2))
+    weight, here = layer.weight, torch.arange(6.0).view(2, 3)
+    layer.weight.data = here.cuda()
+    layer.bias.data = torch.ones(2, device="cuda")
+    assert layer.weight is weight and weight.is_leaf and weight.requires_grad and weight.mark == "kept"
+    assert type(layer.bias).__name__ == "Marked" and isinstance(layer.bias, Marked)
+    assert {p.device.type for p in layer.parameters()} == {"remote"}
+    layer(torch.ones(1, 3, device="cuda")).sum().backward()
+    assert torch.equal(layer.weight.grad.cpu(), torch.ones(2, 3))
+    assert torch.equal(layer.weight.data.cpu(), here)
+    # Local data stay local, and what is read through `data` has no history.
+    local = nn.Parameter(torch.zeros(2))
+    local.data = torch.ones(2)
+    assert local.data.device.type == "cpu" and not local.data.requires_grad and local.sum() == 2
+
+
 def test_files_of_safetensors_go_there_too(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
     for device in ("cuda", "cuda:0", 0):

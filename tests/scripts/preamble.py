@@ -20,6 +20,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _seed = torch.manual_seed
+# torch says that it draws. It chooses a kernel only, and for local tensors below what a mode sees.
+_NO_DRAW = torch.ops.aten._fused_sdp_choice.default
 
 
 class Draws(TorchDispatchMode):
@@ -37,7 +39,7 @@ class Draws(TorchDispatchMode):
         kwargs = kwargs or {}
         # A generator of the script's own has a state of its own.
         own = any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
-        if torch.Tag.nondeterministic_seeded in func.tags and not own:
+        if torch.Tag.nondeterministic_seeded in func.tags and func is not _NO_DRAW and not own:
             self.count += 1
             _seed(self.count)
         return func(*args, **kwargs)

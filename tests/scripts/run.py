@@ -43,7 +43,7 @@ import programs  # noqa: E402
 KEPT = ROOT / "build" / "scripts.json"
 MARK = "table of scripts of others"
 # Seconds of one run.
-PATIENCE = 120.0
+PATIENCE = 240.0
 Numbers = dict[str, list[float | str]]
 # What depends on the clock is no result.
 CLOCK = re.compile(r"time|sec|fps|sps|speed|throughput", re.IGNORECASE)

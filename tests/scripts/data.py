@@ -12,7 +12,6 @@ import random
 import struct
 import sys
 from collections.abc import Callable, Iterator
-from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -83,17 +82,6 @@ def stories(folder: Path) -> None:
         draw = np.random.default_rng(k)
         ids = (np.cumsum(draw.integers(0, 3, 4000)) % 64).astype(np.uint16)
         ids.tofile(folder / f"data{k:02d}.bin")
-
-
-@maker
-def table(folder: Path) -> None:
-    """Write seven columns of numbers, one line an hour."""
-    start, draw = datetime(2020, 1, 1), np.random.default_rng(0)
-    lines = ["date," + ",".join(["A", "B", "C", "D", "E", "F", "OT"])]
-    for k in range(400):
-        numbers = np.sin(np.arange(1, 8) * k / 10) + draw.normal(0, 0.1, 7)
-        lines.append(f"{start + timedelta(hours=k)}," + ",".join(f"{x:.4f}" for x in numbers))
-    write(folder / "table.csv", "\n".join(lines) + "\n")
 
 
 # -- models and data sets of the hub, in the folders where their names point --------------------------------

@@ -394,7 +394,14 @@ def tried(script: Script, commit: str, clones: Path, only: bool) -> Row:
     if reason := clone(script.repository, commit, clones):
         return Row(script.repository, script.name, compare.NOT_RUN, reason)
     with tempfile.TemporaryDirectory() as temporary:
-        made = Path(temporary)
+        made, copy = Path(temporary) / "made", Path(temporary) / "copy"
+        made.mkdir()
+        copy.mkdir()
+        try:
+            unpack(script, commit, clones, copy)
+        except subprocess.CalledProcessError:
+            reason = f"{clones / script.repository} has not all files of commit {commit[:8]}"
+            return Row(script.repository, script.name, compare.NOT_RUN, reason)
         if reason := make(script, made):
             return Row(script.repository, script.name, compare.FAILS, reason)
         here = run(script, "here", commit, clones, made)

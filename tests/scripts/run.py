@@ -124,7 +124,7 @@ class Row:
         result = f"{self.result}: {self.why}" if self.why else self.result
         time = f"{self.here:.0f} s, {self.there:.0f} s" if self.there else ""
         counts = [str(self.values), str(self.waits), time] if self.there else ["", "", ""]
-        return [self.repository, f"`{self.name}`", result, self.own, *counts, self.preamble, self.pretended]
+        return [self.repository, self.name, result, self.own, *counts, self.preamble, self.pretended]
 
 
 HEADING = [

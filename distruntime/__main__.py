@@ -380,7 +380,10 @@ def _run(options: argparse.Namespace) -> int:
     # torch, as does the last one: a script that does nothing ends 0.8 s sooner (2026-11, 2 cores).
     gc.freeze()
     try:
-        # Python puts these in the first place of the path, too.
+        # Python puts these in the first place of the path, too. There `python -m distruntime` has the folder
+        # that it was started in, where a script of Python's own would not look for modules.
+        if not options.module and sys.path[:1] == [os.getcwd()]:
+            del sys.path[0]
         sys.path.insert(0, "" if options.module else str(Path(options.script).resolve().parent))
         sys.argv = [options.script, *options.arguments]
         if options.module:

@@ -258,6 +258,40 @@ def _sum(self: SparseTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     return self._parts[1].sum(dtype=dtype)
 
 
+def _mm(self: torch.Tensor, other: torch.Tensor) -> object:
+    """Multiply a sparse matrix with a dense one: add up its rows, each times a value."""
+    if not isinstance(self, SparseTensor) or isinstance(other, SparseTensor) or self._parts[1].dim() > 1:
+        return NotImplemented
+    if self.shape[1] != other.shape[0]:
+        shapes = f"{self.shape[0]}x{self.shape[1]} and {other.shape[0]}x{other.shape[1]}"
+        raise of_caller(RuntimeError(f"mat1 and mat2 shapes cannot be multiplied ({shapes})"))
+    indices, values = self._parts
+    made = torch.zeros((self.shape[0], other.shape[1]), dtype=values.dtype, device=self.device)
+    return made.index_add_(0, indices[0], other[indices[1]] * values[:, None])
+
+
+def _addmm(
+    self: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> object:
+    found = _mm(first, second)
+    if not isinstance(found, torch.Tensor):
+        return found
+    # As in torch, what is multiplied with 0 is not read.
+    return found * alpha + self * beta if beta else found * alpha
+
+
+def _mv(self: torch.Tensor, vector: torch.Tensor) -> object:
+    found = _mm(self, vector[:, None])
+    return found[:, 0] if isinstance(found, torch.Tensor) else found
+
+
+def _transpose(self: SparseTensor, first: int = 0, second: int = 1) -> object:
+    indices, values = self._parts
+    if indices.size(0) != 2 or values.dim() > 1 or {first % 2, second % 2} != {0, 1}:
+        return NotImplemented
+    return SparseTensor(indices.flip(0), values, self.shape[::-1])
+
+
 def _public(part: int) -> Kernel:
     def call(self: SparseTensor) -> torch.Tensor:
         if not self._coalesced:
@@ -326,6 +360,10 @@ KERNELS.update(
         "aten::sparse_mask": _sparse_mask,
         **_named("norm native_norm", _norm),
         "aten::sum": _sum,
+        "aten::mm": _mm,
+        "aten::mv": _mv,
+        **_named("addmm _sparse_addmm", _addmm),
+        **_named("t transpose", _transpose),
     }
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -363,6 +364,31 @@ print(f"loss {loss.item():.6f} on {device}")
 def saved_parts(saved: list[Any]) -> list[list[Any]]:
     """Return the weights and the optimizer's state; its group says that it is fused on a GPU."""
     return [[file["model"], file["optimizer"]["state"]] for file in saved]
+
+
+def test_a_script_finds_the_modules_that_it_finds_without_us(tmp_path: Path) -> None:
+    """Python looks in the script's folder, and not in the one where it was started."""
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "only_here.py").write_text("", encoding="utf-8")
+    script = tmp_path / "inner" / "script.py"
+    script.write_text(
+        "import importlib.util, sys\nprint(sys.path[0], importlib.util.find_spec('only_here'))\n",
+        encoding="utf-8",
+    )
+    root = Path(dr.__file__).resolve().parents[1]
+    paths = os.pathsep.join(map(str, (root, root / "worker")))
+    environment = {**worker_environment(1), "PYTHONPATH": paths}
+    for command in ((sys.executable,), (sys.executable, "-m", "distruntime", "run", "--as-cuda")):
+        done = subprocess.run(
+            [*command, str(script)],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=STARTING,
+            check=False,
+        )
+        assert done.stdout == f"{script.parent} None\n", done.stderr
 
 
 @pytest.mark.slow(reason="starts a script twice, once on a worker: 11.5 s in the suite")

@@ -25,6 +25,7 @@ pytestmark = [
     # Dynamo imports what torch itself warns of, and looks at what it warns of.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:.torch.jit.script"),
+    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
     pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0"),
 ]
 

@@ -26,6 +26,7 @@ __all__ = ["two_workers"]
 pytestmark = [
     # Dynamo imports what torch itself warns of.
     pytest.mark.filterwarnings("ignore:.torch.jit.script"),
+    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
     pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]

@@ -200,6 +200,34 @@ def test_what_it_cannot_do_says_what_can(session: object, wrong: Callable[[Any],
         wrong(of_rows(REMOTE).grad)
 
 
+PRODUCTS: dict[str, Callable[[Any, Any], Any]] = {
+    "spmm": lambda a, w: torch.spmm(a, w),
+    "at": lambda a, w: a @ w,
+    "sparse.mm": lambda a, w: torch.sparse.mm(a, w),
+    "mv": lambda a, w: torch.mv(a, w[:, 0]),
+    "transposed": lambda a, w: a.t() @ (a @ w),
+    "addmm": lambda a, w: torch.addmm(torch.ones_like(w), a, w, beta=2, alpha=3),
+    "sparse.addmm": lambda a, w: torch.sparse.addmm(torch.ones_like(w), a, w, beta=2),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@agrees
+def test_a_sparse_matrix_multiplies_a_dense_one(device: str, name: str) -> Any:
+    indices = torch.tensor([[0, 1, 2, 2, 2], [1, 0, 0, 2, 2]])
+    matrix = torch.sparse_coo_tensor(indices, torch.arange(1.0, 6.0), (3, 3)).to(device)
+    dense = torch.arange(6.0).view(3, 2).to(device).requires_grad_()
+    found = PRODUCTS[name](matrix, dense)
+    found.square().sum().backward()
+    return found, dense.grad
+
+
+def test_shapes_that_do_not_fit_are_named(session: object) -> None:
+    matrix = torch.sparse_coo_tensor(torch.tensor([[0], [1]]), torch.ones(1), (3, 3)).to(REMOTE)
+    with pytest.raises(RuntimeError, match=r"cannot be multiplied \(3x3 and 2x2\)"):
+        torch.spmm(matrix, torch.ones(2, 2, device=REMOTE))
+
+
 def test_a_program_may_make_it_and_let_it_go(session: object) -> None:
     def trained(device: str) -> tuple[list[float], Any]:
         torch.manual_seed(0)

@@ -23,6 +23,7 @@ from ..operators.new_calls import common_place
 from ..operators.propagate import Operator, tensors_of
 from ..operators.proxies import AUTOCAST, AUTOCAST_KEY
 from ..session.session import active, active_session
+from ..tensors.sparse import SparseTensor
 from ..tensors.subclasses import plain_operands
 from ..tensors.tensor import DistributedTensor
 from .fused import RECURRENT, Kernel, whole
@@ -32,6 +33,7 @@ _BELOW = torch._C._dispatch_keyset_full_after(AUTOCAST_KEY)
 _BANNED = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 # Dynamo and AOTAutograd trace with these in the places of proxies.
 _STAND_INS = (FakeTensor, FunctionalTensor)
+_CASTABLE = (*_STAND_INS, SparseTensor)
 
 Policy = Callable[[Sequence[object], dict[str, object]], object]
 
@@ -221,7 +223,7 @@ _to = torch.Tensor.to
 def _is_remote(value: object) -> TypeGuard[torch.Tensor]:
     if type(value) is DistributedTensor:
         return True
-    return isinstance(value, _STAND_INS) and value.device.type in REMOTE_TYPES
+    return isinstance(value, _CASTABLE) and value.device.type in REMOTE_TYPES
 
 
 def _eligible(value: object) -> bool:

@@ -40,6 +40,9 @@ def install_dynamo() -> None:
     when_imported("torch._dynamo.trace_rules", _stay_out)
     when_imported("torch._dynamo.variables.builder", _take_proxies)
     when_imported("torch._dynamo.variables.tensor", _name_places)
+    when_imported("torch._functorch._aot_autograd.runtime_wrappers", _analyze)
+    when_imported("torch._higher_order_ops.effects", _run_with_effects)
+    when_imported("torch._higher_order_ops.auto_functionalize", _run_functionalized)
     when_imported("torch._dynamo.variables.optimizer", _count_on_workers)
     when_imported("torch.utils.checkpoint", _name_module)
     _take_inductor(torch._TorchCompileInductorWrapper)
@@ -82,31 +85,32 @@ def _claim_lazy(module: ModuleType) -> None:
 
 
 def _stay_on_meshes(module: ModuleType) -> None:
-    """Have a fake that is copied to a bare "remote" stay on its mesh, as proxies do (collectives/copies.py).
+    """Have a bare "remote" be the current place of a fake, and its mesh where it is copied from one.
 
-    DTensors copy what they get to the kind of device of their mesh, which is "remote".
+    DTensors copy what they get to the kind of device of their mesh, which is "remote": see
+    collectives/copies.py.
     """
 
     mode = module.FakeTensorMode
     dispatch = mode.dispatch
 
     def _dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._to_copy.default and (here := _stays(args[0], kwargs)) is not None:
-            kwargs = {**kwargs, "device": here}
+        target = kwargs.get("device") if kwargs else None
+        if (
+            target is not None
+            and target.type in REMOTE_TYPES
+            and (target.index is None or target.type == BARE)
+        ):
+            # It is the current place, and torch remembers by its words what an operator made.
+            here = _mesh_of(args[0]) if func is torch.ops.aten._to_copy.default else None
+            kwargs = {**kwargs, "device": here or active_session().places.meant(target).lazy}
         return dispatch(self, func, types, args, kwargs)
 
     mode.dispatch = _dispatch
 
 
-def _stays(source: torch.Tensor, kwargs: dict[str, Any] | None) -> torch.device | None:
-    """Return the device of a fake on a mesh that is copied to a bare "remote", or None."""
-    target = kwargs.get("device") if kwargs else None
-    if (
-        target is None
-        or target.type not in REMOTE_TYPES
-        or (target.index is not None and target.type != BARE)
-    ):
-        return None
+def _mesh_of(source: torch.Tensor) -> torch.device | None:
+    """Return the device of a fake that is on a mesh."""
     here = source.device
     known = here.type in REMOTE_TYPES and active_session().places.meant(here).node.members
     return here if known else None
@@ -171,6 +175,23 @@ def _take_proxies(module: ModuleType) -> None:
     torch.DistributedTensor = DistributedTensor  # type: ignore[attr-defined]
     # AOTAutograd asks it of the gradients that a backward graph gets.
     DistributedTensor.__coerce_same_metadata_as_tangent__ = _as_it_is  # type: ignore[attr-defined]
+
+
+def _analyze(module: ModuleType) -> None:
+    """Have AOTAutograd's first call of a graph take proxies. It has torch's list by name."""
+    if hasattr(module, "HANDLED_TYPES") and DistributedTensor not in module.HANDLED_TYPES:
+        module.HANDLED_TYPES = (*module.HANDLED_TYPES, DistributedTensor)  # type: ignore[attr-defined]
+
+
+def _run_with_effects(module: ModuleType) -> None:
+    """Have a graph's operators with effects run on proxies, such as the check in `torch.linalg.inv`."""
+    module.with_effects.py_impl(DistributedTensor)(module.with_effects_dense)
+
+
+def _run_functionalized(module: ModuleType) -> None:
+    """Have a graph's operators of users that write to arguments run on proxies."""
+    module.auto_functionalized.py_impl(DistributedTensor)(module.auto_functionalized_dense)
+    module.auto_functionalized_v2.py_impl(DistributedTensor)(module.auto_functionalized_v2_dense)
 
 
 def _count_on_workers(module: ModuleType) -> None:

@@ -132,3 +132,14 @@ def install_defined() -> None:
         return done
 
     torch.library.Library.impl = impl  # type: ignore[method-assign]
+    end = torch.library.Library._destroy
+
+    @functools.wraps(end)
+    def destroy(self: torch.library.Library) -> None:
+        end(self)  # type: ignore[no-untyped-call]
+        for one in self._op_impls:
+            # It names what was registered: namespace, operator and dispatch key.
+            namespace, name, key = one.split("/")
+            _kernels.pop((f"{namespace}::{name}", key), None)
+
+    torch.library.Library._destroy = destroy  # type: ignore[method-assign]

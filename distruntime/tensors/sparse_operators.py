@@ -18,8 +18,20 @@ _aten = torch.ops.aten
 
 def _become(target: SparseTensor, source: torch.Tensor) -> torch.Tensor:
     assert isinstance(source, SparseTensor)
-    target._parts, target._coalesced = source._parts, source._coalesced
+    indices, values = source._parts
+    _require_cast(values.dtype, target.dtype)
+    target._parts, target._coalesced = (indices, values.to(target.dtype)), source._coalesced
     return target
+
+
+def _require_cast(found: torch.dtype, kept: torch.dtype) -> None:
+    """Refuse to write what a dtype cannot hold, in torch's words."""
+    if not torch.can_cast(found, kept):
+        names = [
+            torch.empty(0, dtype=one).type().split(".")[-1].removesuffix("Tensor") for one in (found, kept)
+        ]
+        words = f"Can't convert result type {names[0]} to output {names[1]} in add operation"
+        raise of_caller(RuntimeError(words))
 
 
 def from_parts(
@@ -100,6 +112,7 @@ def _add_(self: torch.Tensor, other: object, alpha: float = 1) -> object:
         return _sparse_and_dense(other)
     indices, values = other._parts
     if not isinstance(self, SparseTensor):
+        _require_cast(values.dtype, self.dtype)
         values = values.to(self.dtype)
         if indices.size(0) == 1:
             return self.index_add_(0, indices[0], values, alpha=alpha)
@@ -136,7 +149,7 @@ def _add(self: torch.Tensor, other: object, alpha: float = 1) -> object:
         return _sparse_and_dense(other)
     if isinstance(self, SparseTensor):
         return _joined(self, other, alpha)
-    return _add_(self.clone(), other, alpha)
+    return _add_(self.to(torch.promote_types(self.dtype, other.dtype), copy=True), other, alpha)
 
 
 def _sub(self: torch.Tensor, other: object, alpha: float = 1) -> object:
@@ -158,17 +171,20 @@ def _each(function: Kernel) -> Kernel:
         numbers = not any(isinstance(a, torch.Tensor) and a.dim() for a in (*args, *kwargs.values()))
         if not isinstance(self, SparseTensor) or not numbers:
             return NotImplemented
+        if kwargs.get("rounding_mode") is not None:
+            self = self.coalesce()  # type: ignore[assignment]
         return _with_values(self, function(self._parts[1], *args, **kwargs))  # type: ignore[arg-type]
 
     return call
 
 
 def _each_(function: Kernel) -> Kernel:
+    """Return its form in place. The tensors that the sparse one was made of stay as they are, as in torch."""
     made = _each(function)
 
     def call(self: SparseTensor, *args: object, **kwargs: object) -> object:
         found = made(self, *args, **kwargs)
-        return NotImplemented if found is NotImplemented else self
+        return NotImplemented if found is NotImplemented else _become(self, found)  # type: ignore[arg-type]
 
     return call
 
@@ -205,8 +221,15 @@ def _detach(self: SparseTensor) -> torch.Tensor:
     return SparseTensor(indices, values, self.shape, self._coalesced)
 
 
-def _empty(self: SparseTensor, dtype: torch.dtype | None = None, **options: object) -> torch.Tensor:
+def _empty(
+    self: SparseTensor,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **options: object,
+) -> object:
     indices, values = self._parts
+    if device is not None and device not in (self.device, _device(self)):
+        return NotImplemented
     return SparseTensor(
         indices.new_empty((indices.size(0), 0)),
         values.new_empty((0, *values.shape[1:]), dtype=dtype or values.dtype),
@@ -216,7 +239,7 @@ def _empty(self: SparseTensor, dtype: torch.dtype | None = None, **options: obje
 
 
 def _zero_(self: SparseTensor) -> torch.Tensor:
-    return _become(self, _empty(self))
+    return _become(self, _empty(self))  # type: ignore[arg-type]
 
 
 def _copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> object:
@@ -254,8 +277,8 @@ def _norm(
     return self.coalesce()._parts[1].norm(2 if p is None else p)  # type: ignore[attr-defined]
 
 
-def _sum(self: SparseTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return self._parts[1].sum(dtype=dtype)
+def _sum(self: SparseTensor, *dims: object, dtype: torch.dtype | None = None, **rest: object) -> object:
+    return NotImplemented if dims or rest else self._parts[1].sum(dtype=dtype)
 
 
 def _mm(self: torch.Tensor, other: torch.Tensor) -> object:
@@ -266,16 +289,25 @@ def _mm(self: torch.Tensor, other: torch.Tensor) -> object:
         shapes = f"{self.shape[0]}x{self.shape[1]} and {other.shape[0]}x{other.shape[1]}"
         raise of_caller(RuntimeError(f"mat1 and mat2 shapes cannot be multiplied ({shapes})"))
     indices, values = self._parts
+    if values.dtype is not other.dtype:
+        raise of_caller(
+            RuntimeError(
+                f"expected m1 and m2 to have the same dtype, but got: {values.dtype} != {other.dtype}"
+            )
+        )
     made = torch.zeros((self.shape[0], other.shape[1]), dtype=values.dtype, device=self.device)
-    return made.index_add_(0, indices[0], other[indices[1]] * values[:, None])
+    return made.index_add_(0, indices[0], other.index_select(0, indices[1]) * values[:, None])
 
 
 def _addmm(
     self: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> object:
     found = _mm(first, second)
-    if not isinstance(found, torch.Tensor):
-        return found
+    numbers = all(type(one) is int for one in (beta, alpha))
+    if not isinstance(found, torch.Tensor) or self.dim() > 2:
+        return NotImplemented
+    if self.dtype is not found.dtype or not (numbers or found.is_floating_point() or found.is_complex()):
+        return NotImplemented
     # As in torch, what is multiplied with 0 is not read.
     return found * alpha + self * beta if beta else found * alpha
 
@@ -289,7 +321,7 @@ def _transpose(self: SparseTensor, first: int = 0, second: int = 1) -> object:
     indices, values = self._parts
     if indices.size(0) != 2 or values.dim() > 1 or {first % 2, second % 2} != {0, 1}:
         return NotImplemented
-    return SparseTensor(indices.flip(0), values, self.shape[::-1])
+    return SparseTensor(indices.flip(0), values.clone(), self.shape[::-1])
 
 
 def _public(part: int) -> Kernel:
@@ -341,11 +373,11 @@ KERNELS.update(
         "aten::sub": _sub,
         "aten::sub_": _sub_,
         "aten::mul": _each(torch.mul),
-        "aten::mul_": _each_(torch.Tensor.mul_),
+        "aten::mul_": _each_(torch.mul),
         "aten::div": _each(torch.div),
-        "aten::div_": _each_(torch.Tensor.div_),
+        "aten::div_": _each_(torch.div),
         "aten::neg": _each(torch.neg),
-        "aten::neg_": _each_(torch.Tensor.neg_),
+        "aten::neg_": _each_(torch.neg),
         "aten::pow": _pow,
         **{
             f"aten::{name}": _of_sums(getattr(torch, name))

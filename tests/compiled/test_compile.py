@@ -543,6 +543,37 @@ def test_torchs_own_backends_run_their_graphs(backend: str, made: list[graphs.Gr
     assert all(one.replays for one in made) and bool(made) == (backend != "eager")
 
 
+@pytest.mark.parametrize("backend", ["distruntime", "aot_eager", "inductor"])
+def test_an_operator_with_a_check_in_it(backend: str) -> None:
+    step = torch.compile(lambda x: torch.linalg.inv(x) * 2, backend=backend)
+    for _ in range(4):
+        assert torch.equal(step(torch.eye(3).to(REMOTE)).cpu(), torch.eye(3) * 2)
+
+
+@torch.library.custom_op("compiled_tests::bump", mutates_args=("x",))
+def bump(x: torch.Tensor, by: float) -> None:
+    x.add_(by)
+
+
+def test_an_operator_of_the_users_that_writes() -> None:
+    def act(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        bump(y, 3.0)
+        return y + 1
+
+    step = compiled(act)
+    for _ in range(4):
+        assert torch.equal(step(x_at()).cpu(), x_at().cpu() * 2 + 4)
+
+
+def test_what_is_made_in_a_graph_is_at_the_place_of_the_call() -> None:
+    step = compiled(lambda x: x + torch.ones(4, device="remote"))
+    for k in (0, 1, 0, 1, 0, 1):
+        with dr.node(k):
+            found = step(x_at(k))
+        assert found.place.node == k and torch.equal(found.cpu(), x_at().cpu() + 1)
+
+
 def test_dynamo_explains_a_function_of_remote_tensors() -> None:
     def act(x: torch.Tensor) -> torch.Tensor:
         y = x.sin()

@@ -228,6 +228,61 @@ def test_shapes_that_do_not_fit_are_named(session: object) -> None:
         torch.spmm(matrix, torch.ones(2, 2, device=REMOTE))
 
 
+def entries(device: str, values: torch.Tensor, at: tuple[int, ...] = (0, 2)) -> torch.Tensor:
+    return torch.sparse_coo_tensor(torch.tensor([list(at)]), values, (3,)).to(device)
+
+
+SUMS: dict[str, Callable[[str], Any]] = {
+    "promotes": lambda d: torch.ones(3, dtype=torch.int64, device=d) + entries(d, torch.tensor([0.5, 1.0])),
+    "promotes in half": lambda d: (
+        torch.zeros(3, dtype=torch.half, device=d) + entries(d, torch.tensor([1e6, 1.0]))
+    ),
+    "keeps its dtype": lambda d: (
+        entries(d, torch.ones(2)).add_(entries(d, torch.ones(2).double())).to_dense()
+    ),
+    "rounds sums": lambda d: torch.div(
+        entries(d, torch.tensor([3.0, 3.0]), (1, 1)), 2, rounding_mode="floor"
+    ).to_dense(),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+@agrees
+def test_dtypes_and_rounding_are_torchs(device: str, name: str) -> Any:
+    return SUMS[name](device)
+
+
+def test_what_it_was_made_of_stays_as_it_is(session: object) -> None:
+    values = torch.ones(2, device=REMOTE)
+    made = torch.sparse_coo_tensor(torch.tensor([[0, 2]], device=REMOTE), values, (3,))
+    made.mul_(10)
+    made.add_(made)
+    assert values.tolist() == [1.0, 1.0] and made.to_dense().tolist() == [20.0, 0.0, 20.0]
+    matrix = torch.sparse_coo_tensor(torch.tensor([[0], [1]]), torch.ones(1), (2, 2)).to(REMOTE)
+    turned = matrix.t()
+    matrix.mul_(5)
+    assert turned.to_dense().tolist() == [[0.0, 0.0], [1.0, 0.0]]
+
+
+@pytest.mark.parametrize("lower", [None, torch.bfloat16], ids=str)
+def test_a_product_under_autocast_has_its_dtype(session: object, lower: torch.dtype | None) -> None:
+    indices, values = torch.tensor([[0, 1, 2], [1, 0, 2]]), torch.tensor([1 / 3, 2.0, 3.0])
+    found = []
+    for device in ("cpu", REMOTE):
+        matrix = torch.sparse_coo_tensor(indices, values, (3, 3)).to(device)
+        with torch.autocast(device, dtype=lower, enabled=lower is not None):
+            found.append((matrix @ torch.full((3, 2), 1 / 7, device=device)).cpu())
+    torch.testing.assert_close(*found, rtol=0.02, atol=0.0)
+
+
+def test_two_dtypes_are_not_multiplied_nor_written(session: object) -> None:
+    with pytest.raises(RuntimeError, match="Can't convert result type Float to output Long in add operation"):
+        torch.ones(3, dtype=torch.int64, device=REMOTE).sub_(entries(REMOTE, torch.ones(2)))
+    matrix = torch.sparse_coo_tensor(torch.tensor([[0], [1]]), torch.ones(1), (2, 2)).to(REMOTE)
+    with pytest.raises(RuntimeError, match="to have the same dtype"):
+        torch.mm(matrix, torch.ones(2, 2, dtype=torch.float64, device=REMOTE))
+
+
 def test_a_program_may_make_it_and_let_it_go(session: object) -> None:
     def trained(device: str) -> tuple[list[float], Any]:
         torch.manual_seed(0)

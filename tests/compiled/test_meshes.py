@@ -83,6 +83,9 @@ WAYS = {
 }
 
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
 def _values(tensor: Any) -> list[torch.Tensor]:
     tensor = tensor.detach()
     return dr.shards(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
@@ -118,6 +121,8 @@ def _compiled(function: Any) -> Any:
 @pytest.mark.parametrize("lower", [None, torch.bfloat16], ids=["float32", "autocast"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_module_on_a_mesh(two_workers: None, way: str, lower: torch.dtype | None) -> None:
+    if TORCH < (2, 13) and way not in ("plain", "fully_shard"):
+        pytest.skip("Dynamo of torch 2.11 cannot trace how a tensor becomes a DTensor of a mesh's class")
     found, expected = _trained(_compiled, way, lower), _trained(lambda f: f, way, lower)
     assert [t.dtype for t in found] == [t.dtype for t in expected]
     assert [k for k, (a, b) in enumerate(zip(found, expected)) if not torch.equal(a, b)] == []

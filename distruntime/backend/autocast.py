@@ -190,9 +190,10 @@ def by_worker(op: Operator) -> Policy:
     lower = lowered(op)
 
     def run(args: Sequence[object], kwargs: dict[str, object]) -> object:
-        if any(type(t) in _STAND_INS for t in tensors_of(args, kwargs)):
+        kinds = set(map(type, tensors_of(args, kwargs)))
+        if not kinds.isdisjoint(_STAND_INS):
             return lower(args, kwargs)
-        if torch.is_grad_enabled() or any(type(t) is not DistributedTensor for t in tensors_of(args, kwargs)):
+        if torch.is_grad_enabled() or kinds - {DistributedTensor}:
             return _call(op, args, kwargs)
         return whole(op, args, kwargs, common_place(DistributedTensor, op, args, kwargs))
 

@@ -67,11 +67,6 @@ def for_inductor(graph: GraphModule, inputs: Sequence[object], config: dict[str,
     return _compiled(graph, inputs, "cudagraphs" if graphs else "inductor")
 
 
-def for_named(graph: GraphModule, inputs: Sequence[object], name: str) -> Compiled:
-    """Compile a graph for which the user named "aot_eager" or "cudagraphs"."""
-    return _compiled(graph, inputs, "cudagraphs" if name == "cudagraphs" else None)
-
-
 def _compiled(graph: GraphModule, inputs: Sequence[object], compile: object) -> Compiled:
     number = next(_numbers)
     own: Compiled = aot_autograd(

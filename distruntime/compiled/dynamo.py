@@ -236,7 +236,8 @@ def _take_named(wrapper: type) -> None:
         if self.compiler_name not in ("aot_eager", "cudagraphs") or not has_remote(graph, inputs):
             return own(self, graph, inputs)
         backend = importlib.import_module(".backend", __package__)
-        return backend.for_named(graph, inputs, self.compiler_name)
+        mode = "reduce-overhead" if self.compiler_name == "cudagraphs" else None
+        return backend.distruntime(graph, inputs, mode=mode)
 
     wrapper.__call__ = __call__  # type: ignore[method-assign]
 

@@ -14,17 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import distruntime as dr
 from agree import REMOTE
+from dynamo import DYNAMO_WARNS, TORCH
 
 Compiler = Callable[..., Any]
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 BF16, FP16 = torch.bfloat16, torch.float16
-pytestmark = [
-    # Dynamo imports what torch itself warns of.
-    pytest.mark.filterwarnings("ignore:.torch.jit.script"),
-    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
-    pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
+pytestmark = DYNAMO_WARNS
 
 
 @pytest.fixture(autouse=True)

@@ -16,17 +16,14 @@ import distruntime as dr
 from agree import REMOTE
 from compiled_programs import differs
 from distruntime.compiled import graph as graphs
+from dynamo import DYNAMO_WARNS
 from processes import slots
 
 Compiler = Callable[..., Any]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:a graph that torch.compile has traced runs operator by operator"),
     pytest.mark.filterwarnings("ignore:what torch.compile was given runs operator by operator"),
-    # Dynamo imports what torch itself warns of, and looks at what it warns of.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script"),
-    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
-    pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0"),
+    *DYNAMO_WARNS,
 ]
 
 

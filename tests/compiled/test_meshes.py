@@ -20,16 +20,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 import distruntime as dr
+from dynamo import DYNAMO_WARNS, TORCH
 from meshes import make, two_workers
 
 __all__ = ["two_workers"]
-pytestmark = [
-    # Dynamo imports what torch itself warns of.
-    pytest.mark.filterwarnings("ignore:.torch.jit.script"),
-    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated"),
-    pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
+pytestmark = DYNAMO_WARNS
 
 
 @pytest.fixture(autouse=True)
@@ -81,9 +76,6 @@ WAYS = {
     "fully_shard": (_fully_sharded, "4"),
     "both": (_in_two_ways, "2x2"),
 }
-
-
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def _values(tensor: Any) -> list[torch.Tensor]:

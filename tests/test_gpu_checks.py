@@ -13,17 +13,16 @@ from types import ModuleType
 
 import pytest
 
+from lane_modules import modules_of
+
 CHECKS = Path(__file__).parent / "gpu" / "checks"
-OURS = {path.stem for path in CHECKS.glob("*.py")} - {"__main__"}
 
 
 @pytest.fixture
-def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Modules of that folder can be imported, and other tests do not see them."""
-    monkeypatch.syspath_prepend(CHECKS)
-    yield
-    for name in OURS:
-        sys.modules.pop(name, None)
+def ours() -> Iterator[None]:
+    """Modules of that folder can be imported."""
+    with modules_of(CHECKS):
+        yield
 
 
 @pytest.fixture

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from lane_modules import modules_of
 from user_settings import take_out
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINES = ROOT / "tests" / "machines"
 
 
-def _lane() -> ModuleType:
-    # Other lanes have a `run.py`, too, so this one gets another name.
-    spec = importlib.util.spec_from_file_location("machines_run", MACHINES / "run.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(MACHINES))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(MACHINES))
-    return module
-
-
-lane = _lane()
+with modules_of(MACHINES) as module:
+    lane = module("run")
 Condition, CONDITIONS = lane.Condition, lane.CONDITIONS
 
 

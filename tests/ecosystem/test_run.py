@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from lane_modules import modules_of
+
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    return importlib.import_module("run")
+def run() -> Iterator[Any]:
+    with modules_of(Path(__file__).parent) as module:
+        yield module("run")
 
 
 def script(device: str) -> dict[str, object]:

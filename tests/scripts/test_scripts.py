@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from lane_modules import modules_of
 
 HERE = Path(__file__).parent
 SAID = (
@@ -20,16 +22,11 @@ SAID = (
 
 
 @pytest.fixture(scope="module")
-def lane() -> ModuleType:
+def lane() -> Iterator[ModuleType]:
     pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML, and the libraries need 3.11")
-    spec = importlib.util.spec_from_file_location("lane_of_scripts", HERE / "run.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    before = list(sys.path)
-    spec.loader.exec_module(module)
-    sys.path[:] = before
-    return module
+    # `run` puts these two into the path.
+    with modules_of(HERE, HERE.parent / "ecosystem") as module:
+        yield module("run")
 
 
 def test_every_entry_of_the_list_names_what_is_there(lane: Any) -> None:

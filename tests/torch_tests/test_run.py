@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -14,17 +13,14 @@ import pytest
 import torch
 
 import distruntime as dr
+from lane_modules import modules_of
 
 
 @pytest.fixture
-def lane(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Import the lane's modules by their names. The lane of libraries has a `run`, too."""
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    other = sys.modules.pop("run", None)
-    yield importlib.import_module
-    sys.modules.pop("run", None)
-    if other is not None:
-        sys.modules["run"] = other
+def lane() -> Iterator[Any]:
+    """Import the lane's modules by their names."""
+    with modules_of(Path(__file__).parent) as module:
+        yield module
 
 
 def failed(lane: Any, test: str = "f.py::C::test_a", **others: Any) -> Any:
@@ -88,7 +84,6 @@ def test_a_test_of_ranks_finds_the_group_of_spmd(lane: Any, session: Any) -> Non
     folder = str(Path(__file__).parent)
 
     def part(answered: bool) -> list[object]:
-        import sys
 
         import torch.distributed as dist
 

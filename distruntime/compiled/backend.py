@@ -19,6 +19,7 @@ from ..tensors.tensor import DistributedTensor
 from .constants import Lifted, lift_constants
 from .dynamo import has_remote
 from .graph import Graph
+from .lines import with_lines
 
 # Dynamo and AOTAutograd hand over functions of whatever tensors a graph has.
 Compiled = Callable[..., Any]
@@ -131,7 +132,8 @@ def _compiler(name: str, compile: object) -> Compiled:
         if local is not None:
             _runs_plainly(f"it has a tensor of this process: {local.name}{_line_of(local)}")
             return _boxed(graph.forward)
-        return _boxed(_with(lifted, Graph(lifted.graph.forward, name, compile)))  # type: ignore[arg-type]
+        runs = lifted.graph.forward, with_lines(lifted.graph)
+        return _boxed(_with(lifted, Graph(*runs, name, compile)))  # type: ignore[arg-type]
 
     return compiled
 

@@ -42,11 +42,15 @@ _numbers = count()
 class Graph:
     """A function of a traced graph. `replays` counts the calls that were one instruction for each part.
 
-    `why` says why the last call was none of them, and is empty if it was one.
+    `why` says why the last call was none of them, and is empty if it was one. `run` is the graph's function,
+    and `lined` is one that does the same from the user's lines.
     """
 
-    def __init__(self, run: Callable[..., Results], name: str, compile: str | None) -> None:
-        self._run, self.name, self._compile = _without_autocast(run), name, compile
+    def __init__(
+        self, run: Callable[..., Results], lined: Callable[..., Results], name: str, compile: str | None
+    ) -> None:
+        self._plain, self._run = _without_autocast(run), _without_autocast(lined)
+        self.name, self._compile = name, compile
         alive[next(_numbers)] = self
         # Before there is a plan, this counts the calls of a kind. At the first one nobody knows yet what its
         # operators return.
@@ -61,7 +65,8 @@ class Graph:
             # A compiled function inside a program is a part of it.
             if recorded.name:
                 self.why = "it was called amid a recording"
-                return self._run(*args)
+                # A program's guards would look at the functions of the lines.
+                return self._plain(*args)
             session = active_session()
             if session is not self._session or len(self._plans) > _MOST_PLANS:
                 self._plans, self._session = {}, session

@@ -344,13 +344,36 @@ def test_places_that_differ_are_both_named_at_the_users_line() -> None:
     assert "test_compile.py" in str(caught.value)
 
 
-def test_a_failure_in_a_graph_comes_with_the_users_line() -> None:
-    step = compiled(lambda x, i: x[i] * 2)
-    wrong = torch.tensor([0, 99], device=REMOTE)
-    for _ in range(4):
-        with pytest.raises(IndexError) as caught:
-            step(x_at(), wrong).sum().item()
-    assert "test_compile.py" in str(caught.value) and "eval_with_key" not in str(caught.value)
+class Lookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        table = self.linear(x)
+        return F.embedding(row, table)  # the line of the failure
+
+
+@pytest.mark.parametrize("calls_before", range(3))
+def test_a_failure_in_a_graph_comes_with_the_line_of_its_operator(calls_before: int) -> None:
+    inner = Lookup().to("remote")
+
+    def outer(x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        return inner(x + 1, row) * 2  # the line of the block
+
+    step, row = compiled(outer), torch.zeros(2, dtype=torch.int64, device="remote")
+    for _ in range(calls_before):
+        step(x_at(), row)
+    found = step(x_at(), row + 7).sum()  # the line of the call
+    with pytest.raises(IndexError, match="index out of range") as caught:
+        found.item()
+    text = str(caught.value)
+    issued = next(line for line in text.splitlines() if "issued at" in line)
+    assert "return F.embedding(row, table)  # the line of the failure" in issued
+    assert "# the line of the call" in text and "eval_with_key" not in text
+    # A replay's instruction has its own line, and the line of the call.
+    assert ("# the line of the block" in text) == (calls_before < 2)
+    assert ("in the program 'forward" in text) == (calls_before == 2)
 
 
 def test_an_unknown_option_is_refused() -> None:

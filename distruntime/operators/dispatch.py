@@ -20,7 +20,7 @@ from ..log.log import relieve
 from ..session.session import active_session
 from .new_calls import first_of_factory, first_time
 from .proxies import AUTOCAST, HUGE, wrap
-from .signatures import Entry, emit
+from .signatures import Entry, count_written, emit, versions
 from .special import SPECIAL
 
 _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
@@ -114,9 +114,12 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
         # It is DTensor's turn, to say what is mixed or to make it one.
         if len(types) > 1 and not all(issubclass(kind, cls) for kind in types):
             return NotImplemented
+        before = versions(cls, args, kwargs) if func._schema.is_mutable else ()
         try:
             return first_time(cls, func, args, kwargs or {}, signature, words, place, SPECIAL)
         except BaseException as error:
+            # A signal's handler may raise behind the instruction, on the way back to here.
+            count_written(before)
             # Otherwise a mistyped shape would show a dozen frames of this package and of torch's meta
             # kernels.
             drop_frames(error)

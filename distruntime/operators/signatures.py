@@ -179,6 +179,27 @@ def emit(
     return tuple(built) if built else None
 
 
+# A tensor, its version, and the position of what has written its memory last.
+Version = tuple[Any, int, int]
+
+
+def versions(cls: Any, args: Sequence[Any], kwargs: Any) -> list[Version]:
+    """Return what `count_written` needs to know of the operands of a call that writes to some."""
+    operands: list[Any] = tensors_of(args, kwargs or {})
+    return [
+        (t, t._version, t._handle.storage.written)
+        for t in operands
+        if type(t) is cls and not t.is_inference()
+    ]
+
+
+def count_written(before: Sequence[Version]) -> None:
+    """Count the writes of a call that was interrupted, as autograd does behind an operator that returns."""
+    for t, version, written in before:
+        if t._handle.storage.written != written and t._version == version:
+            torch.autograd.graph.increment_version(t)
+
+
 def _change(operands: Sequence[Any], outcome: Outcome) -> None:
     """Give operands the metadata and the memory that a call gives them."""
     if outcome.rebased is not None:

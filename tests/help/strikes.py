@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dis
 import functools
+import gc
 import inspect
 import itertools
 import os
@@ -79,6 +80,9 @@ class Strike:
         return self._left <= 0
 
     def __enter__(self) -> Strike:
+        # Python drops what a handler raises in a finalizer, and the collector would run those of other tests.
+        self._collects = gc.isenabled()
+        gc.disable()
         self._before = signal.signal(self._number, self._handle)
         sys.settrace(self._call)
         return self
@@ -86,6 +90,8 @@ class Strike:
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
         signal.signal(self._number, self._before)
+        if self._collects:
+            gc.enable()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         sys.settrace(None)

@@ -255,13 +255,16 @@ def test_what_a_handler_raises_in_a_kernel_is_no_word_of_the_kernel(
     assert any("/torch/" in place for place in places) and x.tolist() == [1.0] * 3
 
 
-def test_what_was_written_is_noted_for_autograd(session: object) -> None:
+@pytest.mark.parametrize("known", [True, False])
+def test_what_was_written_is_noted_for_autograd(session: object, known: bool) -> None:
     """Whoever has saved what an interrupted operation has written hears of it."""
     after, came, refused = 1, True, 0
     while came:
         w = torch.ones(3).to(REMOTE)
         x = torch.ones(3, device=REMOTE, requires_grad=True)
         y, strike = (x * w).sum(), Strike(after)
+        if not known:
+            w._handle.place.clear_signatures()  # type: ignore[attr-defined]
         try:
             with strike:
                 w.add_(1)

@@ -19,7 +19,6 @@ from ..tensors.tensor import DistributedTensor
 from .constants import Lifted, lift_constants
 from .dynamo import has_remote
 from .graph import Graph
-from .lines import with_lines
 
 # Dynamo and AOTAutograd hand over functions of whatever tensors a graph has.
 Compiled = Callable[..., Any]
@@ -132,38 +131,43 @@ def _compiler(name: str, compile: object) -> Compiled:
         if local is not None:
             _runs_plainly(f"it has a tensor of this process: {local.name}{_line_of(local)}")
             return _boxed(graph.forward)
-        runs = lifted.graph.forward, with_lines(lifted.graph)
-        return _boxed(_with(lifted, Graph(*runs, name, compile)))  # type: ignore[arg-type]
+        return _with(lifted, Graph(lifted.graph, name, compile))  # type: ignore[arg-type]
 
     return compiled
 
 
 def _with(lifted: Lifted, graph: Graph) -> Compiled:
     """Return a function of a graph's own arguments. The constants travel at the first call."""
-    if not lifted.number:
-        return graph
     sent: dict[Session, list[object]] = {}
 
-    def run(*args: object) -> object:
-        session = active_session()
-        if session not in sent:
-            sent.clear()
-            sent[session] = lifted.make()
-        return graph(*args, *sent[session])
+    def run(args: list[object]) -> object:
+        if lifted.number:
+            session = active_session()
+            if session not in sent:
+                sent.clear()
+                sent[session] = lifted.make()
+            args += sent[session]
+        return graph(args)
 
+    return _takes_a_list(run)
+
+
+def _takes_a_list(run: Compiled) -> Compiled:
+    """Say that AOTAutograd calls this with a list of arguments, which it empties.
+
+    What only the list holds is freed early.
+    """
+    run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 
 def _boxed(run: Compiled) -> Compiled:
-    """Return a function of a list of arguments, which it clears: what only the list holds is freed early."""
-
     def call(args: list[object]) -> object:
         given = tuple(args)
         args.clear()
         return run(*given)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return _takes_a_list(call)
 
 
 def _runs_plainly(why: str) -> None:

@@ -6,27 +6,30 @@ one recording says what each later call with arguments of the same kind does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import count
+from sys import getrefcount
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
+from torch.fx import GraphModule
 
 from ..errors import NotSupportedError, drop_frames
 from ..log.current import current_streams
-from ..log.handle import Residence
+from ..log.handle import Handle, Residence, Storage
 from ..log.issue import noting
 from ..log.tape import recorded
 from ..operators.proxies import wrap
-from ..programs.begins import Moves, begins_of
+from ..programs.begins import Begins, Moves, begins_of
 from ..programs.handlers import Handlers
-from ..programs.layout import Layout
+from ..programs.layout import Layout, memories_of
 from ..programs.recorder import record, taping
 from ..programs.recording import Name, Recording
 from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, MADE
+from .lines import Lined
 
 # A graph of changing sizes has a plan for each size. More than so many are forgotten.
 _MOST_PLANS = 64
@@ -40,16 +43,15 @@ _numbers = count()
 
 
 class Graph:
-    """A function of a traced graph. `replays` counts the calls that were one instruction for each part.
+    """A function of a traced graph. It gets its arguments in a list, which it empties.
 
-    `why` says why the last call was none of them, and is empty if it was one. `run` is the graph's function,
-    and `lined` is one that does the same from the user's lines.
+    `replays` counts the calls that were one instruction for each part.
+
+    `why` says why the last call was none of them, and is empty if it was one.
     """
 
-    def __init__(
-        self, run: Callable[..., Results], lined: Callable[..., Results], name: str, compile: str | None
-    ) -> None:
-        self._plain, self._run = _without_autocast(run), _without_autocast(lined)
+    def __init__(self, graph: GraphModule, name: str, compile: str | None) -> None:
+        self._plain, self._lined = graph.forward, Lined(graph)
         self.name, self._compile = name, compile
         alive[next(_numbers)] = self
         # Before there is a plan, this counts the calls of a kind. At the first one nobody knows yet what its
@@ -60,13 +62,15 @@ class Graph:
         self.replays = 0
         self.why = "it was not called yet"
 
-    def __call__(self, *args: object) -> Results:
+    def __call__(self, args: list[object]) -> Results:
         try:
             # A compiled function inside a program is a part of it.
             if recorded.name:
                 self.why = "it was called amid a recording"
-                # A program's guards would look at the functions of the lines.
-                return self._plain(*args)
+                # Its guards would look at the functions that stand at the user's lines.
+                with torch._C._DisableAutocast():
+                    found: Results = self._plain(*args)
+                    return found
             session = active_session()
             if session is not self._session or len(self._plans) > _MOST_PLANS:
                 self._plans, self._session = {}, session
@@ -75,14 +79,14 @@ class Graph:
             if plan == 0:
                 self._plans[kind] = 1
                 self.why = "it was the first call with arguments of this kind"
-                return self._run(*args)
+                return self._run(args)
             # AOTAutograd makes the first call under one of its own.
             if torch._C._len_torch_dispatch_stack():
                 self.why = "it was called under a dispatch mode"
-                return self._run(*args)
+                return self._run(args)
             if isinstance(plan, int):
                 if plan > _MOST_TRIES:
-                    return self._run(*args)
+                    return self._run(args)
                 self._plans[kind] = plan + 1
                 return self._record(args, kind, session)
             if not plan.layout.usable():
@@ -99,32 +103,38 @@ class Graph:
             return "no call was replayed yet"
         return self._last.layout.compiled()
 
-    def _record(self, args: tuple[object, ...], kind: Hashable, session: Session) -> Results:
+    def _run(self, args: list[object]) -> Results:
+        """Run it operator by operator. Its casts are operators of its own."""
+        with torch._C._DisableAutocast():
+            found: Results = self._lined.run(args)  # type: ignore[assignment]
+            return found
+
+    def _record(self, args: list[object], kind: Hashable, session: Session) -> Results:
         """Run it operator by operator, and keep what it has issued, if a later call may issue that again."""
         session.drain_checks()
-        tensors = [(k, arg) for k, arg in enumerate(args) if isinstance(arg, DistributedTensor)]
-        names: dict[int, Name] = {tensor._handle.ref: (ARGUMENT, k) for k, tensor in reversed(tensors)}
+        # The arguments themselves are let go of while it runs.
+        given = _given(args)
         current, handlers = current_streams.get(), Handlers()
         handlers.begin()
         try:
             with taping(session.logs) as tapes, noting() as notes:
                 handlers.run()
                 recorded.traced = True
-                found = self._run(*args)
+                found = self._run(args)
                 recorded.traced = False
                 handlers.wait()
             if recorded.mixed:
                 self.why = "a signal's handler has issued something meanwhile"
                 return found
             try:
-                recording = record(tapes, notes, names, True, current)
+                recording = record(tapes, notes, given.names, True, current)
             except NotSupportedError as error:
                 self.why = str(error).splitlines()[0]
                 return found
-            results = [_result(leaf, recording, names, args) for leaf in found]
+            results = [_result(leaf, recording, given) for leaf in found]
             self.why = recording.unfit or next((r.why for r in results if r.why), "")
             if not self.why and recording.acts:
-                self._plans[kind] = _Plan(recording, found, results, args, self.name, self._compile)
+                self._plans[kind] = _Plan(recording, found, results, given, self.name, self._compile)
                 self.why = "it was recorded: the next call is one instruction"
             recording.settle()
             return found
@@ -133,14 +143,22 @@ class Graph:
             handlers.end()
 
 
-def _without_autocast(run: Callable[..., Results]) -> Callable[..., Results]:
-    """Return a graph's function for calls where autocast is on: its casts are operators of the graph."""
+class _Given(NamedTuple):
+    """What is known of the arguments of a call when these are gone: the names of tensors by their refs, their
+    memories, where they begin, and what are no tensors.
+    """
 
-    def call(*args: object) -> Results:
-        with torch._C._DisableAutocast():
-            return run(*args)
+    names: dict[int, Name]
+    memories: Sequence[Storage | None]
+    begins: Begins
+    others: Sequence[object]
 
-    return call
+
+def _given(args: Sequence[object]) -> _Given:
+    tensors = [(k, arg) for k, arg in enumerate(args) if isinstance(arg, DistributedTensor)]
+    names: dict[int, Name] = {tensor._handle.ref: (ARGUMENT, k) for k, tensor in reversed(tensors)}
+    others = [arg for arg in args if not isinstance(arg, torch.Tensor)]
+    return _Given(names, memories_of(args), begins_of(args), others)
 
 
 class _Result(NamedTuple):
@@ -151,10 +169,10 @@ class _Result(NamedTuple):
     why: str = ""
 
 
-def _result(leaf: object, recording: Recording, names: dict[int, Name], args: Sequence[object]) -> _Result:
+def _result(leaf: object, recording: Recording, given: _Given) -> _Result:
     if leaf is None or isinstance(leaf, (int, float, bool)):
         return _Result(None, leaf)
-    if not isinstance(leaf, torch.Tensor) and any(leaf is arg for arg in args):
+    if not isinstance(leaf, torch.Tensor) and any(leaf is other for other in given.others):
         # The kind of a call has it, such as the mesh of a DTensor.
         return _Result(None, leaf)
     if not isinstance(leaf, DistributedTensor):
@@ -162,9 +180,30 @@ def _result(leaf: object, recording: Recording, names: dict[int, Name], args: Se
     ref = leaf._handle.ref
     if ref in recording.made:
         return _Result((MADE, recording.made[ref]))
-    if ref in names:
-        return _Result(names[ref])
+    if ref in given.names:
+        return _Result(given.names[ref])
     return _Result(None, None, "it returns a tensor that is neither an argument nor its own")
+
+
+class _Operand:
+    """Stands for an argument that is let go of before the call is issued: it has its handle."""
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+
+def _holders(operand: _Operand) -> int:
+    return getrefcount(operand._handle)
+
+
+class _Counted:
+    """A handle that one operand holds, and nobody else."""
+
+
+# Python's versions differ in what a look at the count adds to it.
+_ALONE = _holders(_Operand(_Counted()))  # type: ignore[arg-type]
 
 
 class _Plan:
@@ -175,7 +214,7 @@ class _Plan:
         recording: Recording,
         found: Results,
         results: Sequence[_Result],
-        args: Sequence[object],
+        given: _Given,
         name: str,
         compile: str | None,
     ) -> None:
@@ -185,23 +224,45 @@ class _Plan:
             for one, leaf in zip(results, found)
             if one.name is not None and one.name[0] == MADE and isinstance(leaf, DistributedTensor)
         }
-        begins = begins_of(args)
-        self.layout = Layout(recording, {}, (), made, {}, args, (), compile, Moves((begins, begins), {}), {})
+        moves = Moves((given.begins, given.begins), {})
+        self.layout = Layout(recording, {}, (), made, {}, given.memories, (), compile, moves, {})
+        self._passed = {int(one.name[1]) for one in results if one.name and one.name[0] == ARGUMENT}
+        tensors = [k for k, memory in enumerate(given.memories) if memory is not None]
+        # The arguments that nobody else has held at any call so far. The backward graph is the last to need
+        # what the forward graph has saved, and its worker frees each of them behind its last use.
+        self._taken: Sequence[int] = [k for k in tensors if k not in self._passed]
+        self._settled = False
 
-    def replay(self, args: Sequence[object]) -> Results:
-        """Issue it, part by part; return its results. Blocks while a window is full.
+    def replay(self, args: list[object]) -> Results:
+        """Issue it, part by part; return its results. Blocks while a window is full. Empties `args`.
 
         AOTAutograd counts the versions of what a graph writes to.
         """
-        made = self.layout.issue(args, (), self._name)
+        passed = {k: args[k] for k in self._passed}
+        leaves = [*args]
+        args.clear()
+        made = self.layout.issue(leaves, (), self._name, takes=self._alone(leaves))
         return [
             one.plain
             if one.name is None
-            else args[int(one.name[1])]
+            else passed[int(one.name[1])]
             if one.name[0] == ARGUMENT
             else wrap(DistributedTensor, made[one.name])
             for one in self._results
         ]
+
+    def _alone(self, leaves: list[object]) -> bool:
+        """Let go of the arguments that may be taken; return whether nobody else holds them.
+
+        A graph that is kept (`retain_graph=True`) holds them all, and then nothing is taken in that call.
+        """
+        for k in self._taken:
+            leaves[k] = _Operand(leaves[k]._handle)  # type: ignore[attr-defined]
+        alone = [k for k in self._taken if _holders(leaves[k]) == _ALONE]  # type: ignore[arg-type]
+        if not self._settled or 0 < len(alone) < len(self._taken):
+            self._taken, self._settled = alone, True
+            self.layout.take(alone)
+        return 0 < len(alone) == len(self._taken)
 
 
 def _kind(args: Sequence[object], session: Session) -> Hashable:

@@ -1,19 +1,18 @@
-"""The user's lines in a graph that Dynamo has traced: each operator is called from those that asked for it.
+"""A traced graph, operator by operator, each called from the lines of the user's that asked for it.
 
 Lines of instructions are looked up in Python's frames, and so are the lines of a traceback. A graph's own
 code has one frame, in a file that does not exist. So each operator is called through a function for each of
-the frames that Dynamo noted, and these functions say that they stand at the noted lines.
+the frames that Dynamo has noted, and these functions say that they stand at the noted lines.
 """
 
 from __future__ import annotations
 
-import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import CodeType, FunctionType
 
 from torch._ops import OperatorBase
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Interpreter, Node
 
 from ..log.line import inside
 
@@ -24,14 +23,35 @@ _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<number>\d+), in (?P<name>
 _MOST_FRAMES = 16
 
 
-def with_lines(graph: GraphModule) -> Callable[..., object]:
-    """Return the function of a copy of a graph whose operators are called from the user's lines."""
-    lined = GraphModule(graph, copy.copy(graph.graph))
-    for node in lined.graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, OperatorBase):
-            node.target = _called_from(node.target, str(node.meta.get("stack_trace") or ""))
-    lined.recompile()
-    return lined.forward
+class Lined:
+    """A graph that runs from the user's lines, as often as one likes and in several threads."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        self._graph = graph
+        self._calls = {
+            node: _called_from(node.target, str(node.meta.get("stack_trace") or ""))
+            for node in graph.graph.nodes
+            if node.op == "call_function" and isinstance(node.target, OperatorBase)
+        }
+
+    def run(self, args: list[object]) -> object:
+        """Return what the graph returns. Empties `args`, and lets go of each value behind its last use."""
+        return _Run(self._graph, self._calls).boxed_run(args)
+
+
+class _Run(Interpreter):
+    def __init__(self, graph: GraphModule, calls: Mapping[Node, Call]) -> None:
+        super().__init__(graph)
+        self._calls = calls
+        # What an operator raises would get another text.
+        self.extra_traceback = False
+
+    def run_node(self, n: Node) -> object:
+        call = self._calls.get(n)
+        if call is None:
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        return call(*args, **kwargs)
 
 
 def _called_from(call: Call, trace: str) -> Call:
@@ -44,10 +64,7 @@ def _called_from(call: Call, trace: str) -> Call:
 
 
 def _standing_at(code: CodeType, call: Call) -> Call:
-    function = FunctionType(code, {"call": call}, "called_from_a_line")
-    # What writes the graph's code looks for it.
-    function.__module__ = __name__
-    return function
+    return FunctionType(code, {"call": call}, code.co_name)
 
 
 # It stands in one line, which is then the line that it was given.

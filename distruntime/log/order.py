@@ -268,6 +268,10 @@ class Order:
         if self._makers.get(handle.ref, 0) != stream:
             self._users[handle.ref] = self._users.get(handle.ref, 0) | 1 << stream
 
+    def alone(self, handle: Value, stream: int) -> bool:
+        """Whether no stream but this one has made or used a value."""
+        return self._makers.get(handle.ref, 0) == stream and handle.ref not in self._users
+
     def _need(self, needs: dict[int, int], stream: int, other: int, position: int) -> None:
         if (
             other != stream

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 
 from ..errors import NotSupportedError
@@ -36,13 +36,17 @@ class Layout:
         numbers: Sequence[Number],
         returned: Mapping[Name, Handle],
         paths: Paths,
-        leaves: Sequence[object],
+        given: Sequence[Storage | None],
         before: Sequence[tuple[str, Storage]],
         compile: str | None,
         moves: Moves,
         opened: Mapping[Name, Name],
     ) -> None:
-        """Lay it out. `opened` are names of held values that come as arguments instead."""
+        """Lay it out.
+
+        `given` has the memory of each argument that is a tensor. `opened` are names of held values that come
+        as arguments instead.
+        """
         if opened:
             recording = recording.renamed(opened)
             kept = {ref: opened.get(name, name) for ref, name in kept.items()}
@@ -53,7 +57,7 @@ class Layout:
         self.current = dict(current_streams.get())
         self._find_uses()
         keeping = self._keep(kept)
-        self._note_known(before, leaves)
+        self._note_known(before, given)
         self._next = count().__next__
         # How large a replay's own memories are, as far as that is known.
         self.specs: dict[int, Spec] = {}
@@ -98,9 +102,25 @@ class Layout:
                 return False
         return all(bridge.between.broken() is None for bridge in self.bridges)
 
-    def issue(self, leaves: Sequence[object], numbers: Sequence[float], name: str) -> Mapping[Name, Handle]:
-        """Issue it, part by part; return what is made for the caller. Blocks while a window is full."""
-        values, line = Values(leaves, self.specs), user_line()
+    def take(self, arguments: Iterable[int]) -> None:
+        """Let the part that reads one of these arguments last take it, where a call says that it may."""
+        last: dict[Piece | Bridge, set[Name]] = {}
+        for k in arguments:
+            users = self._users.get((ARGUMENT, k))
+            if users:
+                last.setdefault(self.acts[max(users)], set()).add((ARGUMENT, k))
+        for act in self.acts:
+            if isinstance(act, Piece):
+                act.take(last.get(act, frozenset()))
+
+    def issue(
+        self, leaves: Sequence[object], numbers: Sequence[float], name: str, *, takes: bool = False
+    ) -> Mapping[Name, Handle]:
+        """Issue it, part by part; return what is made for the caller. Blocks while a window is full.
+
+        `takes` is whether nobody else holds the arguments that `take` was given.
+        """
+        values, line = Values(leaves, self.specs, takes), user_line()
         for act, over in zip(self.acts, self.over):
             act.issue(values, numbers, line, name)
             for gone in over:
@@ -112,7 +132,7 @@ class Layout:
         found = sorted({act.compiled() for act in self.acts if isinstance(act, Piece)})
         return "compiling" if "compiling" in found else "; ".join(found)
 
-    def _note_known(self, before: Sequence[tuple[str, Storage]], leaves: Sequence[object]) -> None:
+    def _note_known(self, before: Sequence[tuple[str, Storage]], given: Sequence[Storage | None]) -> None:
         """Note the memories that somebody outside a replay knows."""
         self._known: dict[int, Where] = {}
         for path, storage in before:
@@ -123,9 +143,9 @@ class Layout:
         # What was found at one path and left at another is what a replay finds at the first one.
         for handle in self._held.values():
             self._known.setdefault(id(handle.storage), ("fixed", handle.storage))
-        for k, leaf in reversed([*enumerate(leaves)]):
-            if isinstance(leaf, DistributedTensor):
-                self._known[id(leaf._handle.storage)] = "argument", k
+        for k, memory in reversed([*enumerate(given)]):
+            if memory is not None:
+                self._known[id(memory)] = "argument", k
 
     def _find_uses(self) -> None:
         """Note which act makes each value, and which ones use it."""
@@ -275,6 +295,11 @@ class Layout:
         if name[0] == HELD:
             return "fixed", self._held[str(name[1])].storage
         return self._memory(name)
+
+
+def memories_of(leaves: Sequence[object]) -> list[Storage | None]:
+    """Return the memory of each argument that is a tensor."""
+    return [leaf._handle.storage if isinstance(leaf, DistributedTensor) else None for leaf in leaves]
 
 
 def is_new(name: Name, kept: Mapping[int, Name], paths: Paths) -> bool:

@@ -6,7 +6,7 @@ stands between them, reads is a result here and an operand there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import final
@@ -50,6 +50,8 @@ class Values:
     leaves: Sequence[object]
     # How large its own memories are, as far as that is known.
     specs: Mapping[int, Spec]
+    # Nobody else holds the arguments that its parts may take.
+    takes: bool = False
     made: dict[Name, Handle] = field(default_factory=dict)
     memories: dict[int, Storage] = field(default_factory=dict)
 
@@ -138,7 +140,7 @@ class Piece:
             kin = None if ins.kin is None else [word(name) for name in ins.kin]
             rendered.append([row, [word(name) for name in ins.words], list(ins.makes), kin])
         templates = [list(self.log.templates.fields(number)) for number in rows]
-        definition = [
+        definition: list[object] = [
             templates,
             rendered,
             [[ref, word(name)] for ref, name in needs.kept.items()],
@@ -150,10 +152,22 @@ class Piece:
         # Nothing that it reads may be freed.
         self.held = [by_ref[ref] for ref in dict.fromkeys((*reads, *needs.kept))]
         self._kept = [by_ref[ref] for ref in needs.kept]
-        options = {} if needs.compile is None else {"compile": needs.compile}
-        self._fields: list[object] = [PROGRAM, definition, options, 0]
-        self._key: bytes = msgpack.packb(self._fields)
-        self._taught = Taught(self.log, self._key)
+        self._definition = definition
+        self._options: dict[str, object] = {} if needs.compile is None else {"compile": needs.compile}
+        self._form = self._used = Form(self.log, definition, self._options)
+        self._taken: list[int] = []
+        self._taking = self._form
+
+    def take(self, names: Set[Name]) -> None:
+        """Let a replay empty the refs of these operands, so that the worker frees each behind its last use.
+
+        They stand under these refs until the worker has read them, and nobody may name them behind it.
+        """
+        self._taken = [n for n, name in enumerate(self.operands) if name in names]
+        self._taking = self._form
+        if self._taken:
+            taken = {**self._options, "taken": [1 + n for n in self._taken]}
+            self._taking = Form(self.log, self._definition, taken)
 
     def issue(self, values: Values, numbers: Sequence[float], call: Line, name: str) -> None:
         """Issue it as one instruction. Block while the window is full."""
@@ -171,12 +185,25 @@ class Piece:
         words: list[object] = [0, *refs[0], *[numbers[k] for k in self._numbers], *refs[1]]
         with log.lock:
             try:
-                words[0] = log.template(self._key, self._fields)
+                takes = values.takes and self._alone([operands[n] for n in self._taken])
+                self._used = self._taking if takes else self._form
+                words[0] = log.template(self._used.key, self._used.fields)
                 log.weigh(self._weight)
                 self._put(words, fresh, operands, values, line)
             except BaseException:
                 log.in_doubt = True
                 raise
+
+    def _alone(self, operands: Sequence[Handle]) -> bool:
+        """Whether no stream but its own uses these. Call under the log's lock."""
+        order = self.log.order
+        if order is None:
+            return True
+        stream = self._on_stream()
+        return all(order.alone(handle, stream) for handle in operands)
+
+    def _on_stream(self) -> int:
+        return stream_at(self._home) if self._stream < 0 else self._stream
 
     def _put(
         self, words: list[object], fresh: list[Handle], operands: list[Handle], values: Values, line: Line
@@ -190,7 +217,7 @@ class Piece:
             log.checked = born[0]
             return
         log.settle()
-        stream = stream_at(self._home) if self._stream < 0 else self._stream
+        stream = self._on_stream()
         reads: list[Handle] = [*operands, *self.held]
         written: list[Memory] = [order.generator]
         if self.memories is None:
@@ -211,7 +238,7 @@ class Piece:
         """Return what became of its compiling, on one of its workers. Block until that one is there."""
         log = self.log
         with log.lock:
-            number = log.template(self._key, self._fields)
+            number = log.template(self._used.key, self._used.fields)
         if isinstance(log, MeshLog):
             return str(read_function(next(iter(log.ranks)), "compiled", [number, log.number]))
         assert isinstance(log, Node)
@@ -254,6 +281,15 @@ def replayed(line: Line, name: str, lines: Sequence[Line | None]) -> Line:
     """Return the line of a replay of instructions that have these lines."""
     call = line[1]
     return line if call is None else (0, Replayed(call, name, lines), line[2])
+
+
+class Form:
+    """A program as a log's workers learn it. They forget it when nobody holds this."""
+
+    def __init__(self, log: Log, definition: list[object], options: Mapping[str, object]) -> None:
+        self.fields: list[object] = [PROGRAM, definition, dict(options), 0]
+        self.key: bytes = msgpack.packb(self.fields)
+        self._taught = Taught(log, self.key)
 
 
 @final

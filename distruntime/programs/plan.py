@@ -21,7 +21,7 @@ from ..wire.messages import ARGUMENT, HELD
 from .attempt import Attempt
 from .carried import Carried, Taken
 from .graphs import given
-from .layout import Layout, is_new, kept_behind
+from .layout import Layout, is_new, kept_behind, memories_of
 from .recording import Name
 from .run import Run, laid_out
 from .vain import Tries
@@ -65,8 +65,9 @@ class Plan:
         self._note_arguments(attempt, free)
         returned = self._note_returned(attempt, kept)
         leaves, memories = attempt.leaves, attempt.memories
+        of_leaves = memories_of(leaves)
         laid = partial(
-            Layout, recording, kept, numbers, returned, paths, leaves, memories, compile, self._moves
+            Layout, recording, kept, numbers, returned, paths, of_leaves, memories, compile, self._moves
         )
         layout = self._layout = self._used = laid({})
         read = dict.fromkeys((*recording.read(), *kept.values()))

@@ -120,7 +120,8 @@ class Runs:
             lambda p, i, text: self.told.append(text),
             device,
         )
-        self.source = Source(definition, [x.pattern for x in parts if x.pattern], moved, torch.device)
+        emptied = {(HELD, ref) for ref in moved}
+        self.source = Source(definition, [x.pattern for x in parts if x.pattern], emptied, torch.device)
         self.straight: Straight | None = None
 
     def run(self, slots: Slots, words: Words) -> bool:

@@ -15,7 +15,7 @@ from distruntime.wire.messages import ARGUMENT, FLOAT, HELD, MADE, PROGRAM, Fail
 
 from ..log.state import State
 from ..values.objects import Poisoned, memory_of
-from ..values.step import Run, Slots, Step, Words
+from ..values.step import Run, Slots, Step, Words, int_word, list_word
 from ..values.streams import Work
 from .cuda_graphs import graphs_for
 from .definition import Definition, Instruction, Name, Row, definition_from
@@ -35,12 +35,13 @@ class Program(Step):
     def __init__(
         self,
         fields: list[Plain],
-        compile: Plain,
+        options: dict[str, Plain],
         state: State,
         compiled: Callable[[Row], Step],
         warn: Callable[[Words, int, str], None],
     ) -> None:
         definition = self._definition = definition_from(fields)
+        compile = options.get("compile")
         self._state, real = state, state.devices.real
         self.parts: Sequence[Step] = [compiled(row) for row in definition.rows]
         parts = self.parts
@@ -56,7 +57,6 @@ class Program(Step):
         self.devices = list(dict.fromkeys(device for part in parts for device in part.devices))
         kept = {ref for ref, _ in definition.kept}
         self._moved = kept
-        self._behind = last_uses(definition, kept)
         self._written = _written(definition, parts)
         self.mutates = [k for kind, k in self._written if kind == ARGUMENT and isinstance(k, int)]
         self._source: Source | None = None
@@ -64,6 +64,12 @@ class Program(Step):
         self._real = real
         self._graphs = graphs_for(compile, definition, parts, self._written, kept, state.one_stream, warn)
         self.holds_generators = self._graphs is not None
+        # These are emptied when they are read, so that each value is freed behind its last use. A CUDA graph
+        # reads its arguments more than once.
+        self._emptied: set[Name] = {(HELD, ref) for ref in kept}
+        if self._graphs is None:
+            self._emptied.update(_taken(options, definition))
+        self._behind = last_uses(definition, self._emptied)
         asked = None if self._in_turns or self._graphs is not None else compile
         self._inductor = inductor_for(asked, definition, parts, self._written, real, warn)
 
@@ -100,7 +106,7 @@ class Program(Step):
         return i + self.length
 
     def _run_first(self, slots: Slots, p: Words, i: int) -> None:
-        source = Source(self._definition, self._patterns, self._moved, self._real)
+        source = Source(self._definition, self._patterns, self._emptied, self._real)
         inductor = self._inductor
         if inductor is None or not inductor.may_begin(slots, p, i):
             self._straight, self._source = source.first_run(slots, p, i), source
@@ -116,7 +122,7 @@ class Program(Step):
         """Run what is left of a program after an error in its straight-line code."""
         refs: dict[Name, int] = {}
         wanted = [(MADE, k) for instruction in self._definition.instructions for k in instruction.makes]
-        for name in (*wanted, *((HELD, ref) for ref in self._moved)):
+        for name in (*wanted, *self._emptied):
             if local(name) in stopped.values:
                 refs[name] = _temporary()
                 slots[refs[name]] = stopped.values[local(name)]
@@ -213,6 +219,16 @@ class Program(Step):
         for k in self.writes:
             slots[p[i + k]] = Poisoned(cause)
         return i + self.length
+
+
+def _taken(options: dict[str, Plain], definition: Definition) -> set[Name]:
+    """Return the arguments that nobody names behind the program, as its master says."""
+    taken = [int_word(k) for k in list_word(options.get("taken", []))]
+    if not all(1 <= k <= definition.tensors for k in taken):
+        raise ProtocolError(f"a program takes arguments {taken!r:.40} of {definition.tensors}")
+    needed = {*definition.results, *(name for _, name in definition.kept)}
+    found: set[Name] = {(ARGUMENT, k) for k in taken}
+    return found - needed
 
 
 def _require_sense(definition: Definition, parts: Sequence[Step]) -> None:

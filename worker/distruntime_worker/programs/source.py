@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 
 import torch
 
@@ -46,15 +46,15 @@ def local(name: Name) -> str:
     return f"{_PREFIX[name[0]]}{name[1]}"
 
 
-def last_uses(definition: Definition, moved: set[int]) -> list[list[Name]]:
+def last_uses(definition: Definition, emptied: Set[Name]) -> list[list[Name]]:
     """Return for each instruction the values that nobody needs behind it.
 
-    These are made here, or were under a ref that will name another value (`moved`).
+    These are made here, or were under a ref that is `emptied`.
     """
     found: dict[Name, int] = {}
     for at, instruction in enumerate(definition.instructions):
         for name in (*instruction.words, *(instruction.kin or ())):
-            if name[0] == MADE or (name[0] == HELD and name[1] in moved):
+            if name[0] == MADE or name in emptied:
                 found[name] = at
         for number in instruction.makes:
             found.setdefault((MADE, number), at)
@@ -67,13 +67,13 @@ def last_uses(definition: Definition, moved: set[int]) -> list[list[Name]]:
 
 
 class Source:
-    """The source of a program. `moved` are the refs that name another value when it has run."""
+    """The source of a program. `emptied` are the held values and the arguments whose refs it empties."""
 
     def __init__(
         self,
         definition: Definition,
         patterns: Sequence[Pattern],
-        moved: set[int],
+        emptied: Set[Name],
         device: Callable[[torch.device], torch.device],
     ) -> None:
         self._patterns, self._device = patterns, device
@@ -84,7 +84,7 @@ class Source:
         self._names = itertools.count()
         # These words are read at the beginning.
         self._used: dict[Name, None] = {}
-        behind, count = last_uses(definition, moved), len(definition.instructions)
+        behind, count = last_uses(definition, emptied), len(definition.instructions)
         self._behind = behind
         # Each line has the number of its instruction, and its call as an expression if it has one.
         body: list[tuple[int, str, str]] = []
@@ -97,9 +97,9 @@ class Source:
         end = [f"slots[{ref}] = {self._use(name)}" for ref, name in definition.kept]
         end += [f"slots[p[i+{first + k}]] = {self._use(name)}" for k, name in enumerate(definition.results)]
         # An argument may be under a ref that is emptied after it.
-        head = [_read(name, moved) for name in sorted(self._used, key=lambda name: _moves(name, moved))]
-        read = {name[1] for name in self._used if name[0] == HELD}
-        head += [f"slots.pop({ref}, None)" for ref in sorted(moved - read)]
+        head = [_read(name, emptied) for name in sorted(self._used, key=lambda name: name in emptied)]
+        unread = sorted(emptied - self._used.keys())
+        head += [f"slots.pop({ref}, None)" for kind, ref in unread if kind == HELD]
         self._lines = [*((-1, line, "") for line in head), *body, *((count, line, "") for line in end)]
         self._rows = [instruction.row for instruction in definition.instructions]
 
@@ -238,12 +238,9 @@ class Source:
         return Stopped(at, values, range(at, at if again else region.behind))
 
 
-def _read(name: Name, moved: set[int]) -> str:
+def _read(name: Name, emptied: Set[Name]) -> str:
     kind, k = name
-    if kind == HELD:
-        return f"{local(name)} = " + (f"slots.pop({k})" if _moves(name, moved) else f"slots[{k}]")
-    return f"{local(name)} = " + (f"slots[p[i+{k}]]" if kind == ARGUMENT else f"p[i+{k}]")
-
-
-def _moves(name: Name, moved: set[int]) -> bool:
-    return name[0] == HELD and name[1] in moved
+    if kind == NUMBER:
+        return f"{local(name)} = p[i+{k}]"
+    ref = f"p[i+{k}]" if kind == ARGUMENT else k
+    return f"{local(name)} = " + (f"slots.pop({ref})" if name in emptied else f"slots[{ref}]")

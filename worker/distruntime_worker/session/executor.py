@@ -414,7 +414,7 @@ class Executor:
         if name.startswith(PREFIX):
             step: Step = Collective(name, args, real, self.joint.take_part)
         elif name == PROGRAM:
-            step = Program(args, kwargs.get("compile"), state, self._own_template, self._warn)
+            step = Program(args, kwargs, state, self._own_template, self._warn)
         else:
             step = template = self._own_template(Row(name, args, kwargs, results))
             note_writes(template, args)
@@ -459,7 +459,7 @@ class Executor:
             return
         if name == PROGRAM:
             own = partial(self._member_template, mesh)
-            step: Step = Program(args, kwargs.get("compile"), state, own, self._warn)
+            step: Step = Program(args, kwargs, state, own, self._warn)
         else:
             step = self._member_template(mesh, Row(name, args, kwargs, results))
         self.chain.add(mesh, number, step)

@@ -14,6 +14,7 @@ import torch
 
 import distruntime as dr
 from distruntime.cluster import as_cuda
+from distruntime.cluster.cuda.replaced import give_back
 from distruntime.session.session import active_session
 
 from .harness import Figure
@@ -62,7 +63,7 @@ def measure(quick: bool) -> list[Figure]:
             for name, work in works.items():
                 (taken if on else plain)[name].append(_microseconds(work, "cuda" if on else "remote"))
             if on:
-                as_cuda.give_back()
+                give_back()
     operation = statistics.median(plain["addition"])
     figures = []
     for name in works:

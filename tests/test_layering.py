@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 
 from rooms import MODULES, ROOMS, imports, ours, room
 
@@ -98,11 +99,13 @@ def _package(module: str) -> str:
     return module.split(".")[0]
 
 
-def test_every_module_is_in_a_room_and_no_room_is_crowded() -> None:
+def test_every_module_is_in_a_room_and_no_folder_is_crowded() -> None:
     for package, rooms in ROOMS.items():
-        found = [room(module) for module in MODULES if _package(module) == package]
-        assert set(found) == set(rooms) and len(rooms) <= MOST_ROOMS[package]
-        assert {name: found.count(name) for name in rooms if found.count(name) > MOST_FILES} == {}
+        found = {room(module) for module in MODULES if _package(module) == package}
+        assert found == set(rooms) and len(rooms) <= MOST_ROOMS[package]
+    # A room may have a folder inside, for one part of what it owns.
+    files = Counter(path.parent for path in MODULES.values())
+    assert {folder: count for folder, count in files.items() if count > MOST_FILES} == {}
 
 
 def test_a_room_imports_only_rooms_below_it() -> None:

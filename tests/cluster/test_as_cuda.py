@@ -483,7 +483,7 @@ def test_a_device_context_is_of_a_class() -> None:
 def test_what_fails_half_way_leaves_nothing(
     fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = as_cuda._replace_cuda
+    own = as_cuda.replace_cuda
 
     def press() -> None:
         own()
@@ -492,7 +492,7 @@ def test_what_fails_half_way_leaves_nothing(
     fresh_session(world_size=1)
     dr.shutdown()
     zeros, synchronize = torch.zeros, torch.cuda.synchronize
-    monkeypatch.setattr(as_cuda, "_replace_cuda", press)
+    monkeypatch.setattr(as_cuda, "replace_cuda", press)
     with pytest.raises(KeyboardInterrupt):
         fresh_session(world_size=1, as_cuda=True)
     assert not dr.is_initialized()

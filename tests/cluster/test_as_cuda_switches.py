@@ -11,6 +11,7 @@ import torch
 
 import distruntime as dr
 from distruntime.cluster import as_cuda
+from distruntime.cluster.cuda import replaced
 from processes import STARTING
 
 backends = torch.backends
@@ -30,7 +31,7 @@ def _taken() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_so_far() -> Iterator[None]:
-    as_cuda._pretended.clear()
+    replaced.pretended.clear()
     # torch's own test helpers, which other tests import, forbid to set these flags.
     with getattr(backends, "__allow_nonbracketed_mutation")():
         yield

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from .settings import config
+from ..settings import config
 
 _Setter = Callable[..., object]  # type: ignore[explicit-any]
 _Getter = Callable[[], object]

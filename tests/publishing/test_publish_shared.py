@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import distruntime as dr
-import distruntime.publishing.publish as publishing
 from agree import REMOTE
 from distruntime.backend.fused import _record
 from distruntime.log.handle import Storage
+from distruntime.publishing import adoption
 from distruntime.session.session import active_session
 from distruntime.tensors.worker_functions import issue_function
 from distruntime.wire.messages import (
@@ -354,7 +354,7 @@ def publish_when_told(first: str, second: str) -> None:
 def test_a_lookup_that_meets_two_versions_looks_again(
     tmp_path: Path, fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    real, crossed = publishing.ask, []
+    real, crossed = adoption.ask, []
 
     def ask(session: Any, *detail: Any) -> Any:
         """The first worker answers before a pair is published anew, the second afterwards."""
@@ -373,7 +373,7 @@ def test_a_lookup_that_meets_two_versions_looks_again(
     ):
         child.expect("published")
         enter(fresh_session, daemons, "bob")
-        monkeypatch.setattr(publishing, "ask", ask)
+        monkeypatch.setattr(adoption, "ask", ask)
         assert [t.tolist() for t in dr.lookup("alice/pair")] == [[times, times]] * 2
         assert len(crossed) == times
         del crossed[:]

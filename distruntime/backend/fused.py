@@ -29,8 +29,8 @@ from ..log.log import relieve
 from ..log.mesh_log import workers_of
 from ..log.spec import NO_TENSOR, Spec, spec, spec_from_wire, spec_of
 from ..operators.ask_worker import PENDING, ask_specs, await_specs
+from ..operators.common_place import common_place
 from ..operators.dispatch import dispatch
-from ..operators.new_calls import common_place
 from ..operators.propagate import Operator
 from ..operators.proxies import AUTOCAST_KEY, wrap
 from ..operators.signatures import template

@@ -32,7 +32,8 @@ from ..tensors.tensor import DistributedTensor
 from .layout import Layout
 from .line_groups import Lines
 from .torch_dtensor import prepare
-from .torch_process_group import BACKEND, MeshGroup, begin, end, forget, register, speaking_for
+from .torch_process_group import BACKEND, MeshGroup
+from .torch_world import begin, end, forget, register, speaking_for
 from .varying import numbers, varying
 
 Names = tuple[str, ...]

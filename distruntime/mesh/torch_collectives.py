@@ -11,7 +11,7 @@ from ..collectives.adjoints import Collective
 from ..operators.special import SPECIAL
 from ..tensors.uneven import UnevenTensor, uneven_calls
 from .operation import even_splits, issue_along, perform, reduction_named
-from .torch_process_group import lines_named
+from .torch_world import lines_named
 
 Arguments = Sequence[Any]
 

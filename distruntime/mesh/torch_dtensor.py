@@ -34,7 +34,7 @@ from . import torch_collectives, torch_context, torch_fsdp, torch_operators, tor
 from .each_member import home_of, per_member, run_for_each
 from .padding import cut, largest
 from .torch_fsdp import replace
-from .torch_process_group import noting, placing
+from .torch_world import noting, placing
 from .varying import varies, varying
 
 _tensor: Any = torch.distributed.tensor

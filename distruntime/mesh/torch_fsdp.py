@@ -21,7 +21,8 @@ from ..log.shards import whole_of
 from ..streams.stream import Event
 from ..tensors.uneven import UnevenTensor
 from .each_member import home_of, pick, run_for_each
-from .torch_process_group import BACKEND, MeshGroup, speaking_for
+from .torch_process_group import BACKEND, MeshGroup
+from .torch_world import speaking_for
 from .varying import varies, varying
 
 # Its private parts have no stubs.

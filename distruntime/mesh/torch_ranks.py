@@ -27,7 +27,8 @@ from . import lines
 from .line_groups import Lines
 from .operation import issue_along, permuted, reduction_named
 from .torch_fsdp import replace
-from .torch_process_group import BACKEND, Issued, MastersRank, MeshGroup, is_on_mesh, lines_named
+from .torch_process_group import BACKEND, Issued, MastersRank, MeshGroup, is_on_mesh
+from .torch_world import lines_named
 
 _c10d: Any = distributed_c10d
 _functional: Any = _functional_collectives

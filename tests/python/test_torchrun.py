@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
-from distruntime import UsageError, __main__
+from distruntime import UsageError, command_options
 from distruntime.python import torchrun
 from processes import state, until
 
@@ -51,21 +51,23 @@ def script(tmp_path: Path) -> str:
 
 def flags(line: str) -> list[tuple[str, str]]:
     """Return torchrun's flags as the command line has them."""
-    found: list[tuple[str, str]] = __main__._parser().parse_args(["run", *line.split(), "x.py"]).torchrun
+    found: list[tuple[str, str]] = (
+        command_options.command_parser().parse_args(["run", *line.split(), "x.py"]).torchrun
+    )
     return found
 
 
 def test_the_command_knows_torchruns_flags() -> None:
     theirs = {name for action in get_args_parser()._actions for name in action.option_strings}
-    ours = __main__._parser()._subparsers._group_actions[0].choices["run"]  # type: ignore
+    ours = command_options.command_parser()._subparsers._group_actions[0].choices["run"]  # type: ignore
     assert theirs - {name for action in ours._actions for name in action.option_strings} == set()
     for action in get_args_parser()._actions:
-        for name in {*action.option_strings} & {*__main__._TORCHRUN}:
-            assert __main__._TORCHRUN[name] == (action.nargs != 0), name
+        for name in {*action.option_strings} & {*command_options._TORCHRUN}:
+            assert command_options._TORCHRUN[name] == (action.nargs != 0), name
 
 
 def test_flags_of_the_script_are_the_scripts() -> None:
-    options = __main__._parser().parse_args(["run", "train.py", "--nnodes", "2", "-t", "3"])
+    options = command_options.command_parser().parse_args(["run", "train.py", "--nnodes", "2", "-t", "3"])
     assert options.torchrun == []
     assert options.arguments == ["--nnodes", "2", "-t", "3"]
     assert flags("--nproc_per_node=2 -t 3 --standalone") == [

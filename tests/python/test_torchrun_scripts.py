@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distruntime import __main__
+from distruntime import command_options
 from distruntime.python import torchrun
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow(reason="each rank of a script imports torch, which
 
 
 def run(line: str, script: Path, *arguments: str) -> int:
-    flags = __main__._parser().parse_args(["run", *line.split(), "x.py"]).torchrun
+    flags = command_options.command_parser().parse_args(["run", *line.split(), "x.py"]).torchrun
     return torchrun.run_script(flags, str(script), arguments, False)
 
 

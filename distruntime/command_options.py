@@ -1,0 +1,209 @@
+"""The options of the command `distruntime`."""
+
+from __future__ import annotations
+
+import argparse
+
+from .launch_options import add_launch
+from .version import __version__
+
+# These are torchrun's flags, and whether a value follows. A run with one of them is a run of torchrun.
+_TORCHRUN = {
+    "--nnodes": True,
+    "--nproc-per-node": True,
+    "--rdzv-backend": True,
+    "--rdzv-endpoint": True,
+    "--rdzv-id": True,
+    "--rdzv-conf": True,
+    "--standalone": False,
+    "--max-restarts": True,
+    "--monitor-interval": True,
+    "--start-method": True,
+    "--event-log-handler": True,
+    "--role": True,
+    "--no-python": False,
+    "--run-path": False,
+    "--log-dir": True,
+    "--redirects": True,
+    "--tee": True,
+    "--local-ranks-filter": True,
+    "--duplicate-stdout-filters": True,
+    "--duplicate-stderr-filters": True,
+    "--node-rank": True,
+    "--master-addr": True,
+    "--master-port": True,
+    "--local-addr": True,
+    "--logs-specs": True,
+    "--numa-binding": True,
+    "--signals-to-handle": True,
+    "--shutdown-timeout": True,
+    "--virtual-local-rank": False,
+    # Torch has these from 2.15 on.
+    "--log-line-prefix-template": True,
+    "--print-completion": True,
+}
+_SHORT = {"--redirects": ("-r",), "--tee": ("-t",)}
+
+
+class _Flag(argparse.Action):
+    """Notes one of torchrun's flags, with its value."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        """Add the flag to those that were given."""
+        namespace.torchrun = [*namespace.torchrun, (self.const, values if isinstance(values, str) else "")]
+
+
+def _session_options() -> argparse.ArgumentParser:
+    """Return the options of commands that open a session."""
+    session = argparse.ArgumentParser(add_help=False)
+    session.add_argument(
+        "workers",
+        nargs="*",
+        metavar="ADDRESS",
+        help="the address of a running worker, such as tcp://gpu1:29400; without one, workers start here",
+    )
+    session.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="the number of workers to start here, or to wait for with --listen (default: 2)",
+    )
+    session.add_argument("--listen", metavar="ADDRESS", help="listen at ADDRESS for workers that connect")
+    session.add_argument(
+        "--simulate-cuda",
+        type=int,
+        default=0,
+        metavar="N",
+        help="each worker that starts here simulates N GPUs with CPU tensors",
+    )
+    session.add_argument("--key", metavar="FILE", help="the cluster's key file (distruntime-worker keygen)")
+    session.add_argument(
+        "--insecure",
+        action="store_true",
+        help="use no key: whoever reaches a port may run code there",
+    )
+    return session
+
+
+def command_parser(description: str | None = None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m distruntime", description=description, allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"distruntime {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands.add_parser("demo", help="train a small network on a worker of this machine")
+    session = _session_options()
+    commands.add_parser(
+        "repl", help="open a prompt with a session, in IPython if it is installed", parents=[session]
+    )
+    comm = commands.add_parser(
+        "comm", help="try the collectives between workers, and time them", parents=[session]
+    )
+    comm.add_argument(
+        "--sizes",
+        default="1K,1M,16M",
+        metavar="LIST",
+        help="bytes for each member, with commas between, and K, M or G behind (default: 1K,1M,16M)",
+    )
+    comm.add_argument("--data-channel", default="auto", metavar="NAME", help="such as gloo or nccl")
+    run = commands.add_parser(
+        "run",
+        help="run a script with a session, such as one for CUDA with --as-cuda, or under torchrun's flags",
+        description=(
+            "Run a script with a session of workers. With one of torchrun's flags (--nproc-per-node, "
+            "--nnodes, --standalone, --max-restarts, --rdzv-..., and so on) the workers run it, as torchrun "
+            "does."
+        ),
+        allow_abbrev=False,
+    )
+    run.add_argument(
+        "--as-cuda",
+        action="store_true",
+        help='"cuda" and torch.cuda mean the workers: the script needs no change',
+    )
+    run.add_argument(
+        "--all",
+        action="store_true",
+        help="with --as-cuda: each GPU of the session is a device; without it there is one",
+    )
+    run.add_argument(
+        "--workers",
+        metavar="ADDRESS,ADDRESS",
+        help="the addresses of running workers; without them, workers start here",
+    )
+    run.add_argument(
+        "--world-size", type=int, metavar="N", help="the number of workers to start (default: 1)"
+    )
+    run.add_argument("--session", metavar="NAME", help="the session's name: it is attached to if it is there")
+    run.add_argument("--key", metavar="FILE", help="the cluster's key file (distruntime-worker keygen)")
+    run.add_argument("--insecure", action="store_true", help="use no key")
+    run.add_argument(
+        "-m", "--module", dest="module", action="store_true", help="SCRIPT is the name of a module"
+    )
+    for name, valued in _TORCHRUN.items():
+        spellings = dict.fromkeys([name, "--" + name[2:].replace("-", "_"), *_SHORT.get(name, ())])
+        run.add_argument(
+            *spellings,
+            dest="torchrun",
+            action=_Flag,
+            const=name,
+            nargs=None if valued else 0,
+            default=[],
+            help=argparse.SUPPRESS,
+        )
+    run.add_argument("script", metavar="SCRIPT", help="the file to run")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    commands.add_parser(
+        "key",
+        help="print your public signing key, for the trusted-keys file of others; make one if needed",
+    )
+    _add_looks(commands)
+    add_launch(commands)
+    return parser
+
+
+def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands that look at workers: see looking.py."""
+    asking = argparse.ArgumentParser(add_help=False)
+    asking.add_argument("--key", metavar="FILE", help="the cluster's key file (distruntime-worker keygen)")
+    asking.add_argument("--insecure", action="store_true", help="use no key")
+    asking.add_argument("--timeout", metavar="S", help="seconds to wait for an answer (5)")
+    of = "the address of a worker, such as tcp://gpu1:29400; without one, the workers of your named sessions"
+    for name, text in (
+        ("status", "show what workers do, and their sessions"),
+        ("top", "show the same again every second, and what each stream does"),
+        ("stop", "end workers, with the sessions that they have"),
+    ):
+        command = commands.add_parser(name, help=text, parents=[asking])
+        command.add_argument(
+            "addresses",
+            nargs="+" if name == "stop" else "*",
+            metavar="ADDRESS",
+            help=of.partition(";")[0] if name == "stop" else of,
+        )
+        if name == "top":
+            command.add_argument(
+                "--times", type=int, metavar="N", help="show it N times (default: until Ctrl-C)"
+            )
+    command = commands.add_parser("sessions", help="list your named sessions, or end one", parents=[asking])
+    command.add_argument("--end", metavar="NAME", help="end this session: its workers drop its values")
+    command.add_argument(
+        "--force",
+        action="store_true",
+        help="end it even if a master uses it, and drop its note even if no worker answers",
+    )
+    command = commands.add_parser(
+        "stacks", help="show where the threads of a worker are in its code", parents=[asking]
+    )
+    command.add_argument(
+        "worker", metavar="NODE", help="the address of a worker, or the number of a node in a named session"
+    )
+    command.add_argument("--session", metavar="NAME", help="the named session that has this node")
+    command = commands.add_parser("why-slow", help="say where the time of a trace went (dr.trace)")
+    command.add_argument("trace", metavar="FILE", help="the file that dr.trace has written")

@@ -9,27 +9,25 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from ..errors import ConfigurationError, ConnectionFailed
 from ..launching.ssh_session import SshSession, need_ssh
-from ..log.handle import ranges
 from ..log.node import Node
 from ..publishing.listing import published
-from ..session.launcher import Launcher, LaunchSpec, WorkerProcess
+from ..session.launcher import LaunchSpec
 from ..session.session import Session
 from ..wire.channel import Channel
 from ..wire.deadlines import UNREACHABLE
 from ..wire.keys import KeyPair, choose, default_path, is_local, warn_of_strangers
-from ..wire.messages import Detach, Goodbye
 from ..wire.scratch import hold, let_go, remove, scratch_folder
 from ..wire.units import span
+from .arrivals import SessionOptions, all_or_nothing, meet
 from .commands import dialled_at, worker_command
-from .connection import Connection
 from .connector import Connector, refuses
 from .local_workers import LocalLauncher
 from .log_files import log_folder
@@ -40,30 +38,6 @@ log = logging.getLogger("distruntime")
 
 # Workers dial a master that is back within two seconds. So many seconds later, those that have not are gone.
 _REDIAL = 5.0
-# Workers that have come may take so many seconds to hear that the session did not come about.
-_LAST_WORD = 0.3
-# An error names so many workers that have come.
-_MOST_NAMED = 8
-
-
-@dataclass(frozen=True)
-class SessionOptions:
-    """What a user has said about a session. `mode` is that of its greeting, the times are seconds."""
-
-    name: str | None
-    mode: str
-    keep: float
-    grace: float
-    unreachable: float
-    key: Path | None
-    insecure: bool
-    timeout: float
-    restart_workers: bool
-    simulate_cuda: int
-    launcher: Launcher | None
-    # Workers that dial become new nodes up to so many.
-    most: int
-    say: Callable[[str], None]
 
 
 def _connector(
@@ -142,10 +116,10 @@ def _start_and_wait(
     _let_launch(options, session, address, keys, count, directory)
     started = time.monotonic()
     options.say(f"starting {count} worker{'s' if count > 1 else ''} ")
-    with _all_or_nothing(connector):
+    with all_or_nothing(connector):
         for k in range(count):
             session.workers.start(k)
-        _meet(options, connector, "start")
+        meet(options, connector, "start")
         if options.name is not None:
             _note_listening(options, session)
     options.say(f" ready in {time.monotonic() - started:.1f} s\n")
@@ -200,11 +174,11 @@ def _attach_local(options: SessionOptions, entry: Entry, fresh: Sequence[int]) -
     started = time.monotonic()
     if fresh:
         options.say(f"starting {len(fresh)} worker{'s' if len(fresh) > 1 else ''} ")
-    with _all_or_nothing(connector, directory if len(fresh) == count else None):
+    with all_or_nothing(connector, directory if len(fresh) == count else None):
         session.workers += [None] * count
         for k in fresh:
             session.workers.start(k)
-        _meet(options, connector)
+        meet(options, connector)
         _note(session, entry)
         session.ending.on_close.append(lambda: let_go(directory))
         session.ending.on_end.append(lambda: remove(directory))
@@ -283,11 +257,11 @@ def gather_at(options: SessionOptions, address: str, count: int) -> Session:
         f"waiting at {listening} for {count} worker{'s' if count > 1 else ''}, which dial it: "
         f"{worker_command(listening, dials=True)}\n"
     )
-    with _all_or_nothing(connector):
+    with all_or_nothing(connector):
         if options.launcher is not None and options.mode.endswith("auto"):
             _let_launch(options, session, address, keys, count, scratch_folder("session", sockets=True))
             _start_missing(connector)
-        _meet(options, connector, f"dial {listening}")
+        meet(options, connector, f"dial {listening}")
         if options.name is not None:
             _note_listening(options, session)
     options.say("\n")
@@ -309,7 +283,7 @@ def attach(options: SessionOptions, addresses: list[str]) -> Session:
         connector = _connector(options, channel, addresses, [options.mode] * len(addresses), endpoints)
     session, started = connector.session, time.monotonic()
     options.say(f"connecting {len(addresses)} worker{'s' if len(addresses) > 1 else ''} ")
-    with _all_or_nothing(connector, directory), nullcontext() if by_ssh is None else by_ssh.older_ones_stay():
+    with all_or_nothing(connector, directory), nullcontext() if by_ssh is None else by_ssh.older_ones_stay():
         if by_ssh is not None:
             assert directory is not None
             session.ending.on_close.append(lambda: remove(directory))
@@ -321,7 +295,7 @@ def attach(options: SessionOptions, addresses: list[str]) -> Session:
                 patience=options.timeout,
                 say=options.say,
             )
-        _meet(options, connector)
+        meet(options, connector)
         if options.name is not None:
             _note(
                 session,
@@ -391,103 +365,12 @@ def _keys(options: SessionOptions, addresses: Sequence[str]) -> KeyPair | None:
     return keys.pop()
 
 
-def _meet(options: SessionOptions, connector: Connector, verb: str = "") -> None:
-    """Read the socket until each node has a worker; raise `ConnectionFailed` where that will not be.
-
-    `verb` says what workers do that are waited for: "start", or "dial" and where; "" where they are dialled.
-    """
-    session, started = connector.session, time.monotonic()
-    tick, said = started + (0.0 if verb else 0.5), set[int]()
-    while late := connector.late():
-        if time.monotonic() > started + options.timeout:
-            raise ConnectionFailed(_too_late(options, connector, late, verb))
-        for connection in late:
-            _require_running(session, connection)
-        if time.monotonic() > tick:
-            options.say(".")
-            tick += 0.25
-        session.receiver.read(0.02)
-        for node in [] if session.workers else list(connector.nodes.values()):
-            if node.index not in said:
-                said.add(node.index)
-                options.say(
-                    _arrival(
-                        node, time.monotonic() - started, bool(verb), len(said), len(connector.connections)
-                    )
-                )
-    connector.all_met()
-    session.nodes += [connector.nodes[k] for k in range(len(connector.nodes))]
-
-
-def _too_late(options: SessionOptions, connector: Connector, late: list[Connection], verb: str) -> str:
-    if not verb:
-        return "\n".join(connection.unanswered(options.timeout) for connection in late)
-    missing, come = ranges([connection.number for connection in late]), list(connector.nodes.values())
-    text = (
-        f"{len(late)} of {len(connector.connections)} workers did not {verb} within {options.timeout:.0f} s: "
-        + (f"node {missing} is missing" if len(late) == 1 else f"nodes {missing} are missing")
-    )
-    for node in come[:_MOST_NAMED]:
-        text += f"; {node} has come (pid {node.welcome.pid})"
-    if len(come) > _MOST_NAMED:
-        text += f"; {len(come) - _MOST_NAMED} more have come"
-    if verb != "start":
-        text += f". Start each with {worker_command(connector.session.channel.address, dials=True)}"
-    if connector.refused:
-        text += f". This process {connector.refused[-1]}"
-    return text + _last_words(connector.session.workers)
-
-
-def _arrival(node: Node, seconds: float, dials: bool, come: int, count: int) -> str:
-    """Return what is said when a worker has come."""
-    return (
-        f"\n {node} after {seconds:.1f} s, {come} of {count} " if dials else f"{node.host} ({seconds:.1f} s) "
-    )
-
-
-def _require_running(session: Session, connection: Connection) -> None:
-    """Raise `ConnectionFailed` where a worker that was started has ended before it was ready."""
-    number = connection.number
-    worker = session.workers[number] if number < len(session.workers) else None
-    if worker is not None and (ended := worker.poll()) is not None:
-        raise ConnectionFailed(f"worker {number} ended before it was ready ({ended}){_last_words([worker])}")
-
-
-def _last_words(workers: Sequence[WorkerProcess | None]) -> str:
-    words = [text for worker in workers if worker is not None and (text := str(worker.last_lines(5)))]
-    return "; the last lines of its log:\n" + "\n".join(words) if words else ""
-
-
 @contextmanager
 def _removed_unless_done(directory: Path | None) -> Iterator[None]:
     """Remove a folder if what is done with it fails."""
     try:
         yield
     except BaseException:
-        if directory is not None:
-            remove(directory)
-        raise
-
-
-@contextmanager
-def _all_or_nothing(connector: Connector, directory: Path | None = None) -> Iterator[None]:
-    """Undo a session that does not come about in a `with` block, and remove the directory made for it."""
-    session = connector.session
-    try:
-        yield
-    except BaseException:
-        why = "the session did not come about"
-        for node in [node for node in connector.nodes.values() if node.failed is None]:
-            # A session that has a name may be an older one, whose values must stay.
-            session.post(node, Detach(why) if session.lasting else Goodbye(why))
-        session.closed = "it did not come about"
-        for worker in session.workers:
-            if worker is not None:
-                worker.stop(1.0)
-        session.channel.close(_LAST_WORD if connector.nodes else 0.0)
-        session.shared.close()
-        for callback in session.ending.on_close:
-            callback()
         if directory is not None:
             remove(directory)
         raise

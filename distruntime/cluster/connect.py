@@ -33,8 +33,9 @@ from ..wire.descriptors import raise_limit
 from ..wire.scratch import sweep
 from ..wire.shared import warm_malloc
 from .arguments import WORLD_SIZE, Arguments, check, differing, launched, settled
+from .arrivals import SessionOptions
 from .as_cuda import require_free, take_over
-from .assemble import SessionOptions, attach, attached, gather_at, is_older, resume_entry, start
+from .assemble import attach, attached, gather_at, is_older, resume_entry, start
 from .named_sessions import Entry, checked_name, names, read
 from .nodes import nodes_table
 from .user_session import Session

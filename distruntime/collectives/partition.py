@@ -18,7 +18,8 @@ from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
 from .arguments import tensor
 from .group import Where, homes_of
-from .plans import Cuts, coordinates, cuts_of, measured, sizes_of, slices_of
+from .plan import Cuts
+from .plans import coordinates, cuts_of, measured, sizes_of, slices_of
 
 
 class Partition:

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from ..collectives import functional, primitives
 from ..collectives.partition import Partition
-from ..collectives.plans import Cuts, coordinates, number, slices_of
+from ..collectives.plan import Cuts
+from ..collectives.plans import coordinates, number, slices_of
 from ..collectives.reductions import ReduceOp
 from ..errors import UsageError, without_our_frames
 from .losses import NARROW, Loss, Targets, Tensors, reduced_by

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from ..collectives.partition import Partition
-from ..collectives.plans import Cuts, Size, coordinates, number
+from ..collectives.plan import Cuts, Size
+from ..collectives.plans import coordinates, number
 from ..errors import UsageError
 
 Tensors = list[torch.Tensor]

@@ -17,7 +17,8 @@ from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
 
-from ..collectives.plans import Cuts, Size, balanced, coordinates, number
+from ..collectives.plan import Cuts, Size
+from ..collectives.plans import balanced, coordinates, number
 from ..errors import UsageError
 from .windows import Range, Rule, Same
 

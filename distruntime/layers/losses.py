@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from ..collectives import primitives
 from ..collectives.partition import Partition
-from ..collectives.plans import Cuts, slices_of
+from ..collectives.plan import Cuts
+from ..collectives.plans import slices_of
 from ..errors import UsageError, without_our_frames
 from .weights import partition
 

@@ -14,7 +14,8 @@ import torch
 
 from ..collectives import primitives
 from ..collectives.partition import Partition
-from ..collectives.plans import Size, balanced, coordinates, number
+from ..collectives.plan import Size
+from ..collectives.plans import balanced, coordinates, number
 from ..errors import NotSupportedError, UsageError
 
 T = TypeVar("T")

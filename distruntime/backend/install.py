@@ -35,20 +35,18 @@ from ..tensors.subclasses import install_subclasses, plain_operands
 from ..tensors.tensor import DistributedTensor
 from .accelerator import install_accelerator
 from .autocast import install_autocast
-from .default_dtype import install_default_dtype
-from .determinism import install_determinism
 from .device_module import RemoteModule
 from .fused import KERNELS, QUICK, Kernel, install_flex_attention
 from .generators import install_generators
 from .lazy_modules import install_materialize, set_aside
 from .libraries import install_libraries
 from .no_dynamo import hide, install_op_by_op
-from .no_memory import install_no_memory
+from .no_memory import install_no_memory, install_storages
 from .on_import import rare_collections
 from .random import fork_rng
-from .storages import install_storages
 from .torch_load import install_load
 from .torch_save import save
+from .torch_settings import install_default_dtype, install_determinism
 
 _aten = torch.ops.aten
 _library: list[torch.library.Library] = []

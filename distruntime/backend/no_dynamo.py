@@ -26,6 +26,7 @@ from torch._C._dynamo import eval_frame
 from ..session.session import active
 from ..session.spelling import is_remote
 from ..tensors.tensor import DistributedTensor
+from . import no_memory
 from .on_import import when_imported
 
 # These backends take remote tensors: see compiled/backend.py. `torch._dynamo.explain` has the last one, which
@@ -39,10 +40,6 @@ _Function = Callable[..., Any]  # type: ignore[explicit-any]
 _FLEX = "torch.nn.attention.flex_attention"
 # A function may close over a whole data set, and to look through that would cost more than the call.
 _LOOKED_AT = 32
-
-
-def ignored(name: str) -> None:
-    """Hear of each call that runs as it was written. Take-over puts another function here."""
 
 
 def _functions(value: object, module: str) -> Iterator[FunctionType]:
@@ -104,7 +101,7 @@ def _watch_calls(module: ModuleType) -> None:
         @functools.wraps(made)
         def call(*args: object, **kwargs: object) -> object:
             if active and (why := why_not(original, args, kwargs)):
-                ignored("torch.compile")
+                no_memory.ignored("torch.compile")
                 warnings.warn(why, stacklevel=2)
                 return original(*args, **kwargs)
             return made(*args, **kwargs)

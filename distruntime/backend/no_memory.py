@@ -1,4 +1,4 @@
-"""What torch's C++ asks of memory in this process, and a session answers: pinning, DLPack, nested tensors."""
+"""What torch's C++ asks of memory in this process: pinning, DLPack, nested tensors, storages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..errors import NotSupportedError, without_our_frames
+from ..errors import NotSupportedError, drop_frames, without_our_frames
 from ..session.session import active
 from ..session.spelling import is_remote
 from ..tensors.tensor import DistributedTensor
@@ -74,3 +74,26 @@ def install_no_memory(library: torch.library.Library) -> None:
     torch.utils.dlpack.to_dlpack = torch.to_dlpack = to_dlpack  # type: ignore[attr-defined, assignment]
     for name in ("nested_tensor", "as_nested_tensor"):
         setattr(torch.nested, name, _local_only(getattr(torch.nested, name)))
+
+
+def install_storages() -> None:
+    """Have storages on the device "remote" refused, from now on; `TypedStorage` and `.to` make these too.
+
+    torch's C++ would look for this process's allocator for the device, find none, and end the process.
+    """
+    make = torch.UntypedStorage.__new__
+
+    def checked(cls: type, *args: object, **kwargs: object) -> object:
+        device = kwargs.get("device")
+        if isinstance(device, (str, torch.device)) and torch.device(device).type == "remote":
+            try:
+                raise NotSupportedError(
+                    f"a storage is memory of this process, and {str(device)!r} has none here. Make a tensor: "
+                    f'torch.empty(nbytes, dtype=torch.uint8, device="{device}")'
+                )
+            except NotSupportedError as error:
+                drop_frames(error)
+                raise
+        return make(cls, *args, **kwargs)
+
+    torch.UntypedStorage.__new__ = checked  # type: ignore[method-assign, assignment]

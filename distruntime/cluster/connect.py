@@ -14,9 +14,9 @@ from typing import Literal
 
 import torch
 
-from ..backend.determinism import follow_determinism
 from ..backend.install import await_imports, install
 from ..backend.random import follow_seed
+from ..backend.torch_settings import follow_determinism
 from ..collectives.data_channels import Choice
 from ..collectives.group import Groups
 from ..compiled.dynamo import install_dynamo

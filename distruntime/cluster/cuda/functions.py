@@ -15,7 +15,7 @@ from torch.jit import _builtins
 from torch.nn.parameter import is_lazy
 from torch.utils import _device
 
-from ...backend import no_dynamo, no_memory, safetensors_files, torch_load, torch_save
+from ...backend import no_memory, safetensors_files, torch_load, torch_save
 from ...errors import drop_frames, without_our_frames
 from ...mesh import data_parallel
 from ...tensors.parameters import keeping
@@ -256,7 +256,6 @@ def replace_functions() -> None:
     replace(torch, "set_default_tensor_type", default_type(torch.set_default_tensor_type))
     replace(no_memory, "has_gpu", lambda: False)
     replace(no_memory, "ignored", note)
-    replace(no_dynamo, "ignored", note)
     replace(CustomOpDef, "register_autocast", _without_autocast(CustomOpDef.register_autocast))
     for owner, name, new in switches(note):
         replace(owner, name, new)

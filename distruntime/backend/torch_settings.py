@@ -1,7 +1,11 @@
-"""`torch.use_deterministic_algorithms` and what belongs to it, forwarded to the workers in order.
+"""Settings of torch for a whole process that sessions follow: deterministic algorithms, the default dtype.
 
-A worker raises, warns and fills memory as this process would. It does so for its own kernels: what a meta
-kernel says here is about CUDA's.
+`torch.use_deterministic_algorithms` and what belongs to it are forwarded to the workers in order. A worker
+raises, warns and fills memory as this process would. It does so for its own kernels: what a meta kernel says
+here is about CUDA's.
+
+A worker's own default dtype is float32 and stays so, as its sessions share it. What depends on this process's
+default is said to it: see `operators/explicit.py`. Each place's tables of signatures follow it.
 """
 
 from __future__ import annotations
@@ -79,3 +83,21 @@ def _tell_what_is_on(node: Node) -> None:
     switches = _switches()
     if switches["use_deterministic_algorithms"] or not switches["fill_uninitialized_memory"]:
         _tell(node)
+
+
+def install_default_dtype() -> None:
+    """Have this process's places follow torch's default dtype, from now on.
+
+    torch's functions are Python code that calls these two, whoever has imported them by name.
+    """
+    for name in ("_set_default_dtype", "_set_default_tensor_type"):
+        setattr(torch._C, name, _dtype_followed(getattr(torch._C, name)))
+
+
+def _dtype_followed(change: Callable[[object], None]) -> Callable[[object], None]:
+    def changed(default: object) -> None:
+        change(default)
+        for session in list(active):
+            session.places.follow_default_dtype()
+
+    return changed

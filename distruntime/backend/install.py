@@ -34,9 +34,10 @@ from ..tensors.sparse_operators import SPARSE, install_sparse
 from ..tensors.subclasses import install_subclasses, plain_operands
 from ..tensors.tensor import DistributedTensor
 from .accelerator import install_accelerator
+from .attention import install_flex_attention
 from .autocast import install_autocast
 from .device_module import RemoteModule
-from .fused import KERNELS, QUICK, Kernel, install_flex_attention
+from .fused import KERNELS, QUICK
 from .generators import install_generators
 from .lazy_modules import install_materialize, set_aside
 from .libraries import install_libraries
@@ -47,6 +48,7 @@ from .random import fork_rng
 from .torch_load import install_load
 from .torch_save import save
 from .torch_settings import install_default_dtype, install_determinism
+from .whole import Kernel
 
 _aten = torch.ops.aten
 _library: list[torch.library.Library] = []

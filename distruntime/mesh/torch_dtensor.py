@@ -24,7 +24,7 @@ import torch.distributed.tensor._random
 from torch.distributed import _local_tensor
 from torch.distributed.tensor import _collective_utils, _utils, placement_types
 
-from ..backend.fused import of_dtensors
+from ..backend.attention import of_dtensors
 from ..errors import NotSupportedError, PlacementError
 from ..log.current import MeshContext, asked_by_fakes
 from ..operators.new_calls import for_each_member

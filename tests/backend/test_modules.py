@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, prune
 
 import distruntime as dr
 from agree import REMOTE, agrees, is_remote, tensor
-from distruntime.backend import fused
+from distruntime.backend import whole
 from distruntime_worker.values.functions import Tape, record, record_attention, replay_backward
 
 ATTENTION = "aten::scaled_dot_product_attention.default"
@@ -372,14 +372,14 @@ def test_the_kernels_that_a_program_names(session: object, monkeypatch: pytest.M
     home = torch.ones(1, device=REMOTE)._handle.place
     op = torch.ops.aten.scaled_dot_product_attention.default
     with sdpa_kernel(SDPBackend.MATH):
-        assert fused._chosen(op, home) is None
+        assert whole._chosen(op, home) is None
     monkeypatch.setattr(type(home), "has_cpu_kernels", False)
-    assert fused._chosen(op, home) is None
+    assert whole._chosen(op, home) is None
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True):
-        assert fused._chosen(op, home)[:2] == (3, 0)
+        assert whole._chosen(op, home)[:2] == (3, 0)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     try:
-        assert 2 not in fused._chosen(op, home)
+        assert 2 not in whole._chosen(op, home)
     finally:
         torch.backends.cuda.enable_mem_efficient_sdp(True)
 

@@ -14,7 +14,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE
-from distruntime.backend.fused import _record
+from distruntime.backend.whole import _record
 from distruntime.log.handle import Storage
 from distruntime.publishing import adoption
 from distruntime.session.session import active_session

@@ -251,7 +251,7 @@ def test_only_one_place_unpickles_and_only_one_calls_it() -> None:
                 calls.append(path.name)
             if isinstance(node, ast.Attribute) and node.attr == "Unpickler":
                 assert path.name == "structure.py"
-    assert calls == ["publish.py"]
+    assert calls == ["adoption.py"]
     assert envelope.open_envelope and structure.load
 
 

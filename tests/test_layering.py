@@ -47,7 +47,7 @@ OUTSIDE = {
     "cloudpickle": {
         "distruntime.collectives.data_channels",
         "distruntime.publishing.structure",
-        "distruntime.guards.captured",
+        "distruntime.guards.own_code",
         "distruntime.python.pickling",
         "distruntime_worker.python.calls",
         "distruntime_worker.python.hosting",

@@ -25,7 +25,8 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 
 from ..errors import NotSupportedError, UsageError, is_of_handler
-from ..guards.captured import PACKAGE, own_by_value, parts
+from ..guards.captured import parts
+from ..guards.own_code import PACKAGE, own_by_value
 from ..log.handle import REMOTE_TYPES, Handle, Place
 from ..log.line import of_a_library
 from ..session.session import Session, active_session

@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 
 from ..errors import UsageError, without_our_frames
-from ..guards.captured import send_by_name
+from ..guards.own_code import send_by_name
 from ..log.handle import Residence
 from ..log.node import Node
 from ..operators.proxies import wrap

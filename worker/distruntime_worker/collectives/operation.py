@@ -37,7 +37,7 @@ from distruntime.wire.data_channel import DataChannel, Reduction, Unfinished
 from distruntime.wire.messages import Plain
 
 from ..values.step import Run, Slots, Step, Words, int_word, list_word, real_word, text_word
-from .groups import Act, Group, Tensors
+from .group import Act, Group, Tensors
 
 PREFIX = "group::"
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}

@@ -26,7 +26,7 @@ from distruntime.wire.messages import Failure
 
 from ..log.state import Spoilt, State
 from ..values.objects import failure
-from .groups import Group
+from .group import Group
 
 log = logging.getLogger("distruntime.worker")
 

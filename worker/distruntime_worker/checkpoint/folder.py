@@ -30,7 +30,8 @@ from distruntime.wire.messages import (
 )
 
 from ..values.objects import failure
-from .files import INDEXES, OURS, explained, sync
+from .files import sync
+from .plan import INDEXES, OURS, explained
 
 INDEX = "distruntime.json"
 # Transformers and other libraries find a tensor's file in this table.

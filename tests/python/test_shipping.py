@@ -18,7 +18,7 @@ import torch
 from torch import load, save
 
 import distruntime as dr
-from distruntime.guards.captured import own_by_value
+from distruntime.guards.own_code import own_by_value
 from distruntime.python import shipping
 
 _names = count()

@@ -24,7 +24,7 @@ from distruntime.wire.codec import bytes_tensor, tensor_bytes
 
 from ..values.step import Operator
 from ..values.streams import HostCopy
-from .plan import format_code, explained, plan_of, stored
+from .plan import explained, format_code, plan_of, stored
 from .reading import read, read_packed, sums
 
 # An entry has the key, a function that gives the values in main memory, and a tensor of their metadata.

@@ -8,15 +8,12 @@ values, budgets, cancelling, meshes.
 from __future__ import annotations
 
 import asyncio
-import copy
 import io
 import linecache
-import operator
 import os
 import pickle
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 
 import cloudpickle
 import torch
@@ -30,7 +27,8 @@ from ..values.functions import Tape
 from ..values.objects import Held, Poisoned
 from ..values.step import Operator
 from ..values.template import Template
-from . import hosting, iteration
+from . import iteration
+from .operations import named
 from .parcel import assembled
 from .running import Around
 from .skeleton import Real, arguments, load, missing
@@ -62,75 +60,6 @@ def note_writes(step: Template, args: list[Plain]) -> None:
             if not isinstance(numbers, list) or not all(k in range(len(offsets)) for k in numbers):
                 raise ProtocolError(f"a call that writes the operands {writes!r:.60}")
             step.mutates = [offsets[k] for k in numbers if isinstance(k, int)]
-
-
-def _named(name: str) -> Operator:
-    """Return what an object's proxy names: "getitem", "method step", "getattr count"."""
-    what, _, attribute = name.partition(" ")
-    found = _NAMED[what]
-    return partial(found, attribute) if attribute else found
-
-
-def _method(name: str, thing: object, *args: object, **kwargs: object) -> object:
-    return getattr(thing, name)(*args, **kwargs)
-
-
-def _call(thing: Operator, *args: object, **kwargs: object) -> object:
-    return thing(*args, **kwargs)
-
-
-def _getattr(name: str, thing: object) -> object:
-    return getattr(thing, name)
-
-
-def _setattr(name: str, thing: object, value: object) -> None:
-    setattr(thing, name, value)
-
-
-def _delattr(name: str, thing: object) -> None:
-    delattr(thing, name)
-
-
-def _reflected(what: str, right: object, left: object) -> object:
-    return _NAMED[what](left, right)
-
-
-def _callable(name: str, thing: object) -> bool:
-    return callable(getattr(thing, name))
-
-
-# What an object's proxy calls by name. Everything else that is called was sent.
-_NAMED: dict[str, Operator] = {
-    **hosting.NAMED,
-    **iteration.NAMED,
-    "method": _method,
-    "reflected": _reflected,
-    "call": _call,
-    "getattr": _getattr,
-    "setattr": _setattr,
-    "delattr": _delattr,
-    "getitem": operator.getitem,
-    "setitem": operator.setitem,
-    "delitem": operator.delitem,
-    "contains": operator.contains,
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "callable": _callable,
-    "len": len,
-    "bool": bool,
-    "int": int,
-    "float": float,
-    "index": operator.index,
-    "str": str,
-    "repr": repr,
-    **{
-        name: getattr(operator, name)
-        for name in (
-            "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift neg pos abs invert "
-            "lt le eq ne gt ge"
-        ).split()
-    },
-}
 
 
 def _awaited(result: object) -> object:
@@ -204,7 +133,7 @@ class Calls:
                 if wants:
                     given[k] = leaf = gate.leaf(given[k])
                     inputs.append(leaf)
-        function = what.value if isinstance(what, Held) else self._own.get(what) or _named(what)
+        function = what.value if isinstance(what, Held) else self._own.get(what) or named(what)
         data = bytes(pickled.numpy()) if isinstance(pickled, torch.Tensor) else pickled
         args, kwargs = arguments(data, given, self._device)
         box = list[object]()

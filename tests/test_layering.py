@@ -64,8 +64,9 @@ OUTSIDE = {
         "distruntime.compiled.graph",
         # It refers to groups, which are closed once nobody holds them.
         "distruntime.collectives.group",
-        "distruntime.log.order",
+        "distruntime.log.uses",
         "distruntime.log.handle",
+        "distruntime.log.storage",
         "distruntime.guards.anchors",
         # It knows the type of a weak reference that a function of the user's calls.
         "distruntime.guards.functions",

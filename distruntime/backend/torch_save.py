@@ -20,7 +20,8 @@ import torch
 from torch.utils.hooks import warn_if_has_hooks
 
 from ..errors import NotSupportedError, without_our_frames
-from ..log.handle import Residence, Storage
+from ..log.handle import Residence
+from ..log.storage import Storage
 from ..session.session import active
 from ..tensors.fetch import Kind, fetch
 from ..tensors.remote_storage import RemoteStorage, nbytes

@@ -22,8 +22,7 @@ from types import MappingProxyType
 import torch
 
 from ..errors import ConfigurationError, ConnectionFailed
-from ..log.node import Node
-from ..log.presence import Absence
+from ..log.node import Absence, Node
 from ..log.replies import devices_from
 from ..session.launched import last_words
 from ..session.session import Session

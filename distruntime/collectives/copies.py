@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import PlacementError, of_caller
-from ..log.handle import BARE, REMOTE_TYPES, Handle, HeldStorage, Residence, new_value
+from ..log.handle import BARE, REMOTE_TYPES, Handle, Residence, new_value
 from ..log.mesh_log import MeshLog
 from ..log.shards import member_of, mesh_of
 from ..log.spec import spec_of
+from ..log.storage import HeldStorage
 from ..operators.new_calls import call
 from ..operators.propagate import Operator
 from ..operators.proxies import wrap

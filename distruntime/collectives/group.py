@@ -23,13 +23,14 @@ from ..errors import (
     UsageError,
     without_our_frames,
 )
-from ..log.handle import UNNUMBERED, Place, Residence, Storage
+from ..log.handle import UNNUMBERED, Place, Residence
 from ..log.issue import issue_joint
 from ..log.line import user_line
 from ..log.log import Log
 from ..log.moment import at_one_moment
 from ..log.node import Node
 from ..log.spec import NO_TENSOR
+from ..log.storage import Storage
 from ..log.tape import recorded, unrecorded
 from ..session.meeting import Meeting
 from ..session.requests import Request

@@ -18,8 +18,8 @@ from ..log.line import Line, user_line
 from ..log.log import relieve
 from ..log.moment import at_one_moment
 from ..log.node import Node
-from ..log.read_only import require_writable
 from ..log.spec import operand_fields
+from ..log.storage import require_writable
 from ..log.tape import cuts
 from ..wire.data_channel import Reduction
 from .group import ProcessGroup, groups_of

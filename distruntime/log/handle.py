@@ -15,10 +15,10 @@ import torch
 
 from ..errors import InternalError
 from .line import Line
-from .log import CallPart, Log
+from .log import Log
 from .node import Node
-from .order import Memory, Use
 from .spec import Spec
+from .storage import Storage, put_into
 
 # It is atomic. The master alone hands out refs, so creating a value needs no reply.
 next_ref = count(1).__next__
@@ -245,92 +245,6 @@ class Residence:
         return f"Residence({self.place}, remote:{self.number})"
 
 
-class Storage:
-    """The memory that a tensor and its views share.
-
-    `spec` is the largest that it was made for; it tells how large the memory is when only a view is left.
-    `written` is the position in the log of the last instruction that changes it. `order` says which streams
-    used it, once there are several: see order.py.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "addresses",
-        "given",
-        "kin",
-        "lies_in",
-        "order",
-        "parts",
-        "parts_of_call",
-        "resized",
-        "spec",
-        "whole",
-        "written",
-    )
-
-    # These are the numbers that `data_ptr()` tells, once somebody has asked: see remote_storage.py.
-    addresses: range
-
-    # The values that one instruction made together with this memory, and the memory of each. Set only where
-    # it made several, so that an operation with one result pays nothing: see `relate`. The references are
-    # weak because kin name each other.
-    kin: Sequence[tuple[int, weakref.ref[Storage]]]
-
-    # The memory whose order is this one's too, in a `HeldStorage`.
-    lies_in: Memory
-
-    # The parts of the call that has made it, where several workers run one together. Otherwise it is not set.
-    parts_of_call: Sequence[CallPart]
-
-    def __init__(self, spec: Spec) -> None:
-        self.spec = spec
-        self.written = 0
-        self.order: Use | None = None
-        # A mesh's storage has here those of its members that somebody has named.
-        self.parts: dict[int, Storage] | None = None
-        # A member's storage has here those of the meshes' tensors that it is a shard of, by the mesh's log.
-        self.whole: dict[Log, weakref.ref[Storage]] | None = None
-        # A mesh's storage that was put together has here what keeps its names' order on each worker.
-        self.given: dict[Node, Storage] | None = None
-        # These are bytes, once somebody has changed them: see remote_storage.py.
-        self.resized: int | None = None
-
-
-class HeldStorage(Storage):
-    """A memory whose order is that of another one, in which it may lie.
-
-    A class of its own, so that other storages pay nothing for it. A storage becomes one where it is.
-    """
-
-    __slots__ = ()
-
-    @property
-    def written(self) -> int:
-        """The position of the last instruction that changes what it may lie in."""
-        return root_of(self).written
-
-    @written.setter
-    def written(self, position: int) -> None:
-        root_of(self).written = position
-
-    @property
-    def order(self) -> Use | None:
-        """Who uses what it may lie in."""
-        return root_of(self).order
-
-    @order.setter
-    def order(self, use: Use | None) -> None:
-        root_of(self).order = use
-
-
-def root_of(memory: Memory) -> Memory:
-    """Return the memory whose order is this one's."""
-    # The hot path comes by here, and `isinstance` takes longer.
-    while type(memory) is HeldStorage:
-        memory = memory.lies_in
-    return memory
-
-
 def lent_storage(spec: Spec, home: Residence, name: int) -> Storage:
     """Return the memory that a worker's own Python holds, too, and calls by this number."""
     lent = home.node.lent
@@ -339,13 +253,6 @@ def lent_storage(spec: Spec, home: Residence, name: int) -> Storage:
         found = lent.named[name] = Storage(spec)
         put_into(found, lent)
     return found
-
-
-def put_into(storage: Storage, into: Memory) -> None:
-    """Let the order of a memory be that of another one."""
-    storage.lies_in = into
-    # It stays the object that its handles and views have.
-    storage.__class__ = HeldStorage
 
 
 class Handle:

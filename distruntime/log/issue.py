@@ -16,13 +16,13 @@ import torch
 from ..wire.codec import Buffer
 from ..wire.link import Delivery
 from .current import StreamOfPlace, current_streams
-from .handle import Handle, Residence, Storage, put_into, root_of
+from .handle import Handle, Residence
 from .line import Line
 from .log import Log
-from .order import Lent, Memory, Use
-from .read_only import require_writable
 from .spec import NO_TENSOR, Spec
+from .storage import Storage, put_into, require_writable, root_of
 from .tape import recorded, tick
+from .uses import Lent, Memory, Use
 
 _DRAWS = torch.Tag.nondeterministic_seeded
 

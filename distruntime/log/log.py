@@ -22,10 +22,11 @@ from ..wire.link import Delivery
 from ..wire.messages import DROP, FORGET, MeshBody, Plain, Segment
 from .checks import Checks, Correct
 from .line import Line, line_text
-from .order import Lent, Order
+from .order import Order
 from .stretches import StretchedLog
 from .tape import NOTED, Tape
 from .templates import Templates
+from .uses import Lent
 
 # A segment has this many words at most, about 1,000 instructions. A hundred instructions would do for the
 # wire; this many keep acknowledgements rare.

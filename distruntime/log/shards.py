@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from ..errors import InternalError
 from ..wire.messages import GIVE, TAKE
-from .handle import Handle, Residence, Storage, next_ref
+from .handle import Handle, Residence, next_ref
 from .issue import Between, covered, issue_joint, stream_at
 from .line import Line, user_line
 from .mesh_log import MeshLog
 from .spec import NO_TENSOR
+from .storage import Storage
 from .tape import cuts
 
 

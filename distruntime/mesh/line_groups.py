@@ -13,9 +13,9 @@ from itertools import count
 import torch
 
 from ..collectives.group import ProcessGroup, groups_of
-from ..log.handle import Storage
 from ..log.mesh_log import MeshLog
 from ..log.spec import NO_TENSOR
+from ..log.storage import Storage
 from ..session.session import Session, session_of_log
 from ..wire.messages import OpenLines
 from .varying import numbers

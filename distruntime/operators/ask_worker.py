@@ -16,11 +16,11 @@ from ..log.issue import issue
 from ..log.line import Line
 from ..log.log import Log
 from ..log.mesh_log import MeshLog
-from ..log.order import Memory
-from ..log.read_only import require_writable
 from ..log.shards import member_of, mesh_of
 from ..log.spec import Spec, spec_from_wire
+from ..log.storage import require_writable
 from ..log.tape import not_in_a_program, recorded
+from ..log.uses import Memory
 from ..session.requests import Request
 from ..session.session import session_of_log
 from ..session.stalls import before_wait, note_wait

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from ..errors import drop_frames
-from ..log.handle import Handle, Storage, next_ref
+from ..log.handle import Handle, next_ref
 from ..log.line import Call, line_from, user_line
 from ..log.log import relieve
+from ..log.storage import Storage
 from ..session.session import active_session
 from .new_calls import first_of_factory, first_time
 from .proxies import AUTOCAST, HUGE, wrap

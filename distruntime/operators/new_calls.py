@@ -15,8 +15,8 @@ import torch
 from ..log.handle import Residence
 from ..log.line import user_line
 from ..log.log import relieve
-from ..log.read_only import require_writable
 from ..log.spec import spec_from_wire
+from ..log.storage import require_writable
 from ..wire.messages import CHECK, WATCH
 from .ask_worker import ask
 from .common_place import _elsewhere, common_place, send_along

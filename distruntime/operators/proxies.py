@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from ..log.handle import Handle, Storage
+from ..log.handle import Handle
 from ..log.spec import Spec
+from ..log.storage import Storage
 
 # A wrapper's null storage claims so many bytes, so that operators that change metadata can set any size.
 HUGE = 1 << 50

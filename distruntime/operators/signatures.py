@@ -10,11 +10,12 @@ import msgpack
 import torch
 
 from ..errors import NotSupportedError
-from ..log.handle import REMOTE_TYPES, Handle, Place, Residence, Storage, kin_of, next_ref, relate
+from ..log.handle import REMOTE_TYPES, Handle, Place, Residence, kin_of, next_ref, relate
 from ..log.issue import issue
 from ..log.line import Line
 from ..log.log import Log
 from ..log.spec import Spec
+from ..log.storage import Storage
 from ..session.session import active_session
 from ..wire.codec import KIN, OPERAND, pack_constant
 from .propagate import New, Outcome, Result, Same, tensors_of

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from ..errors import InternalError, ProtocolError
-from ..log.handle import UNNUMBERED, Handle, Residence, Storage, new_value
+from ..log.handle import UNNUMBERED, Handle, Residence, new_value
 from ..log.issue import issue, issue_bytes, issue_shared
 from ..log.line import user_line
 from ..log.log import relieve
 from ..log.mesh_log import MeshLog
-from ..log.read_only import require_writable
 from ..log.shards import member_of, mesh_of
 from ..log.spec import Spec, spec_of
+from ..log.storage import Storage, require_writable
 from ..log.tape import not_in_a_program, recorded
 from ..session.requests import Request
 from ..session.session import session_of_log

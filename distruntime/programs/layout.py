@@ -8,11 +8,12 @@ from itertools import count
 from ..errors import NotSupportedError
 from ..guards.arithmetic import Number
 from ..log.current import current_streams
-from ..log.handle import Handle, Place, Residence, Storage
+from ..log.handle import Handle, Place, Residence
 from ..log.line import user_line
 from ..log.log import Log
 from ..log.mesh_log import MeshLog
 from ..log.spec import NO_TENSOR, Spec
+from ..log.storage import Storage
 from ..session.session import session_of_log
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD, MADE

@@ -14,14 +14,15 @@ from typing import final
 import msgpack
 
 from ..log.current import current_streams
-from ..log.handle import Handle, Residence, Storage, next_ref
+from ..log.handle import Handle, Residence, next_ref
 from ..log.issue import Between, Streams, stream_at
 from ..log.line import Line, Replayed
 from ..log.log import Log, relieve
 from ..log.mesh_log import MeshLog
 from ..log.node import Node
-from ..log.order import Memory
 from ..log.spec import NO_TENSOR, Spec
+from ..log.storage import Storage
+from ..log.uses import Memory
 from ..tensors.worker_functions import read_function
 from ..wire.messages import ARGUMENT, FLOAT, HELD, MADE, NUMBER, PROGRAM
 from .begins import moved

@@ -7,12 +7,12 @@ from itertools import count
 import torch
 
 from ..errors import ProtocolError, UntrustedError, UsageError
-from ..log.handle import Handle, Residence, Storage, next_ref
+from ..log.handle import Handle, Residence, next_ref
 from ..log.issue import issue_default
 from ..log.line import user_line
 from ..log.node import Node
-from ..log.read_only import ReadOnlyStorage
 from ..log.spec import spec_from_wire
+from ..log.storage import ReadOnlyStorage, Storage
 from ..operators.proxies import wrap
 from ..session.session import Session
 from ..tensors.tensor import DistributedTensor

@@ -18,8 +18,8 @@ from ..log.handle import Place
 from ..log.issue import issue_default
 from ..log.line import user_line
 from ..log.node import Node
-from ..log.read_only import ReadOnlyStorage
 from ..log.spec import Spec
+from ..log.storage import ReadOnlyStorage
 from ..session.requests import Request
 from ..session.session import Session, active_session
 from ..session.spelling import named

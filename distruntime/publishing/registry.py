@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 import threading
 
-from ..log.handle import Storage
 from ..log.node import Node
+from ..log.storage import Storage
 from ..session.session import Session
 from ..tensors.tensor import DistributedTensor
 

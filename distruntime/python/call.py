@@ -13,11 +13,12 @@ import msgpack
 import torch
 
 from ..errors import InternalError
-from ..log.handle import Handle, Residence, Storage, new_value, next_ref
+from ..log.handle import Handle, Residence, new_value, next_ref
 from ..log.issue import issue, join, join_all
 from ..log.line import Line, user_line
 from ..log.log import Log, relieve
 from ..log.spec import NO_TENSOR, Spec
+from ..log.storage import Storage
 from ..operators.ask_worker import ask_specs
 from ..operators.proxies import wrap
 from ..operators.transfer import upload

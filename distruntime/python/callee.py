@@ -24,9 +24,9 @@ from ..log.line import Line, line_number, user_line
 from ..log.log import Log
 from ..log.mesh_log import workers_of
 from ..log.node import Node
-from ..log.order import Memory
-from ..log.read_only import ReadOnlyStorage
 from ..log.spec import NO_TENSOR
+from ..log.storage import ReadOnlyStorage
+from ..log.uses import Memory
 from ..operators.transfer import upload
 from ..session.session import active, active_session
 from ..tensors.tensor import DistributedTensor

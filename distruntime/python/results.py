@@ -9,13 +9,14 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..errors import NotSupportedError
-from ..log.handle import Handle, Residence, Storage, new_value
+from ..log.handle import Handle, Residence, new_value
 from ..log.issue import issue, stream_at
 from ..log.line import user_line
 from ..log.log import relieve
 from ..log.mesh_log import MeshLog
 from ..log.shards import member_of
 from ..log.spec import Spec
+from ..log.storage import Storage
 from ..operators.proxies import wrap
 from ..tensors.tensor import DistributedTensor
 from ..tensors.trees import joined

@@ -12,10 +12,11 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..errors import InternalError, NotSupportedError, ProtocolError, UsageError
-from ..log.handle import Handle, Residence, Storage, lent_storage, next_ref
-from ..log.order import Memory
+from ..log.handle import Handle, Residence, lent_storage, next_ref
 from ..log.replies import is_spec
 from ..log.spec import NO_TENSOR, Spec, spec_from_wire, spec_of
+from ..log.storage import Storage
+from ..log.uses import Memory
 from ..tensors.tensor import DistributedTensor
 from ..tensors.trees import is_here, remade
 from ..wire.codec import Opened, opened

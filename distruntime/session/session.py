@@ -19,24 +19,14 @@ from ..log.ledger import Cause
 from ..log.line import user_line
 from ..log.log import Log
 from ..log.mesh_log import MeshLog
-from ..log.node import Node
-from ..log.presence import Absence
+from ..log.node import Absence, Node
 from ..log.tape import not_in_a_program, recorded
 from ..log.worker_warnings import WorkerWarnings
 from ..wire.channel import Channel, PeerGone
 from ..wire.codec import encode
 from ..wire.deadlines import ASK, CONNECT, DETACH, SHUTDOWN
 from ..wire.link import Delivery
-from ..wire.messages import (
-    AskMaster,
-    AskMemory,
-    AskStatus,
-    Fetch,
-    Message,
-    Plain,
-    Question,
-    Status,
-)
+from ..wire.messages import AskMaster, AskMemory, AskStatus, Fetch, Message, Plain, Question, Status
 from ..wire.shared import Challenge, Loan, SharedPool
 from ..wire.shield import shield
 from ..wire.strangers import Tally

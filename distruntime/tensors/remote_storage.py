@@ -12,9 +12,10 @@ from typing import NoReturn, Protocol
 import torch
 
 from ..errors import NotSupportedError, of_caller
-from ..log.handle import Handle, Storage
+from ..log.handle import Handle
 from ..log.issue import issue
 from ..log.line import user_line
+from ..log.storage import Storage
 from ..operators.signatures import template
 
 # No address has more than 64 bits. So whoever hands one of these numbers to C code gets an OverflowError, and

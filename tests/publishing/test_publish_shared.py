@@ -15,7 +15,7 @@ import torch
 import distruntime as dr
 from agree import REMOTE
 from distruntime.backend.whole import _record
-from distruntime.log.handle import Storage
+from distruntime.log.storage import Storage
 from distruntime.publishing import adoption
 from distruntime.session.session import active_session
 from distruntime.tensors.worker_functions import issue_function

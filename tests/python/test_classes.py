@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import distruntime as dr
 from agree import REMOTE
-from distruntime.log.handle import HeldStorage
+from distruntime.log.storage import HeldStorage
 from distruntime.python.structure import known_here, require
 from distruntime.tensors.trees import is_here, remade
 from distruntime.wire.codec import Opened, opened

@@ -7,7 +7,7 @@ first member's; `shards(t)` reads all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 from itertools import chain, count, product
@@ -17,9 +17,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed.device_mesh
 
-from ..collectives.group import homes_of
-from ..errors import NotSupportedError, PlacementError, UsageError, without_our_frames
-from ..log.current import ACCELERATOR, MeshContext, is_of_kind
+from ..errors import NotSupportedError, UsageError, without_our_frames
+from ..log.current import MeshContext
 from ..log.handle import Place
 from ..log.issue import issue_default
 from ..log.line import user_line
@@ -31,6 +30,7 @@ from ..session.session import Session, active_session, session_of_log
 from ..tensors.tensor import DistributedTensor
 from .layout import Layout
 from .line_groups import Lines
+from .shape import members_for, shape_of
 from .torch_dtensor import prepare
 from .torch_process_group import BACKEND, MeshGroup
 from .torch_world import begin, end, forget, register, speaking_for
@@ -397,50 +397,7 @@ def init_device_mesh(
         PlacementError: the mesh is larger than the cluster. UsageError: a shape that is none.
     """
     session = active_session()
-    layout = mesh_shape if isinstance(mesh_shape, Layout) else None
-    given: Any = mesh_shape.modes.items() if isinstance(mesh_shape, Layout) else mesh_shape
-    sizes: list[Any] = list(given) if isinstance(given, Iterable) else []
-    if sizes and all(isinstance(row, (tuple, list)) and len(row) == 2 for row in sizes):
-        if mesh_dim_names is not None:
-            raise UsageError("the dimensions' names were given twice, in the shape and as mesh_dim_names")
-        mesh_dim_names, sizes = [str(row[0]) for row in sizes], [row[1] for row in sizes]
-    # A size is often what a division leaves: `world / (2 * pipe)` is 4.0.
-    sizes = [int(n) if isinstance(n, float) and n.is_integer() else n for n in sizes]
-    if not sizes or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
-        raise UsageError(
-            f"a mesh's shape is sizes above 0, (2, 4), or [('data', 2), ('tensor', 4)]; got {mesh_shape!r}"
-        )
-    names = None if mesh_dim_names is None else tuple(mesh_dim_names)
-    if names is not None and (len(names) != len(sizes) or len(set(names)) != len(names)):
-        raise UsageError(f"a mesh of {len(sizes)} dimensions has as many names, each another; got {names}")
-    need = prod(sizes)
-    if not isinstance(device_type, str):
-        have = [home.place for home in homes_of(session, list(device_type), "a mesh")]
-        if len(have) != need:
-            raise UsageError(f"a mesh of shape {tuple(sizes)} has {need} members, got {len(have)} places")
-    else:
-        every = [
-            session.places.place(node.index, name)
-            for node in session.nodes
-            if node.failed is None
-            for name in session.places.devices(node.index)
-        ]
-        have = [place for place in every if is_of_kind(place.local_device, device_type)]
-        if not have and device_type not in ("cpu", "cuda", ACCELERATOR):
-            raise UsageError(
-                'device_type is "cpu" or "cuda", the devices of the nodes that make up the mesh, or a '
-                f"list; got {device_type!r}"
-            )
-    if need > len(have):
-        alive = sum(node.failed is None for node in session.nodes)
-        raise PlacementError(
-            f"a mesh of shape {tuple(sizes)} has {need} members, and this session has {len(have)} "
-            f"{device_type} device"
-            f"{'s' if len(have) != 1 else ''} on {alive} node{'s' if alive != 1 else ''}"
-            + (f" ({len(session.nodes) - alive} lost)" if alive < len(session.nodes) else "")
-            + ": make it smaller, or start with more workers (world_size=, workers=); dr.nodes() "
-            "shows what there is"
-        )
-    mesh = DeviceMesh(session, have[:need], sizes, names)
-    mesh._layout_of = layout
+    sizes, names = shape_of(mesh_shape, mesh_dim_names)
+    mesh = DeviceMesh(session, members_for(session, device_type, sizes), sizes, names)
+    mesh._layout_of = mesh_shape if isinstance(mesh_shape, Layout) else None
     return mesh

@@ -1,0 +1,74 @@
+"""The shape and the members that a mesh is asked for, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any
+
+from ..collectives.group import homes_of
+from ..errors import PlacementError, UsageError
+from ..log.current import ACCELERATOR, is_of_kind
+from ..log.handle import Place
+from ..session.session import Session
+from .layout import Layout
+
+
+def shape_of(
+    mesh_shape: object, mesh_dim_names: Sequence[str] | None
+) -> tuple[list[int], tuple[str, ...] | None]:
+    """Return the sizes of a mesh's dimensions and their names; raise `UsageError` if they are none."""
+    given: Any = mesh_shape.modes.items() if isinstance(mesh_shape, Layout) else mesh_shape
+    sizes: list[Any] = list(given) if isinstance(given, Iterable) else []
+    if sizes and all(isinstance(row, (tuple, list)) and len(row) == 2 for row in sizes):
+        if mesh_dim_names is not None:
+            raise UsageError("the dimensions' names were given twice, in the shape and as mesh_dim_names")
+        mesh_dim_names, sizes = [str(row[0]) for row in sizes], [row[1] for row in sizes]
+    # A size is often what a division leaves: `world / (2 * pipe)` is 4.0.
+    sizes = [int(n) if isinstance(n, float) and n.is_integer() else n for n in sizes]
+    if not sizes or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes):
+        raise UsageError(
+            f"a mesh's shape is sizes above 0, (2, 4), or [('data', 2), ('tensor', 4)]; got {mesh_shape!r}"
+        )
+    names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+    if names is not None and (len(names) != len(sizes) or len(set(names)) != len(names)):
+        raise UsageError(f"a mesh of {len(sizes)} dimensions has as many names, each another; got {names}")
+    return sizes, names
+
+
+def members_for(
+    session: Session, device_type: str | Sequence[int | Place], sizes: Sequence[int]
+) -> list[Place]:
+    """Return the members of a mesh of these sizes: devices of one type, node by node, or the places given.
+
+    Raise `PlacementError` if there are too few.
+    """
+    need = prod(sizes)
+    if not isinstance(device_type, str):
+        have = [home.place for home in homes_of(session, list(device_type), "a mesh")]
+        if len(have) != need:
+            raise UsageError(f"a mesh of shape {tuple(sizes)} has {need} members, got {len(have)} places")
+    else:
+        every = [
+            session.places.place(node.index, name)
+            for node in session.nodes
+            if node.failed is None
+            for name in session.places.devices(node.index)
+        ]
+        have = [place for place in every if is_of_kind(place.local_device, device_type)]
+        if not have and device_type not in ("cpu", "cuda", ACCELERATOR):
+            raise UsageError(
+                'device_type is "cpu" or "cuda", the devices of the nodes that make up the mesh, or a '
+                f"list; got {device_type!r}"
+            )
+    if need > len(have):
+        alive = sum(node.failed is None for node in session.nodes)
+        raise PlacementError(
+            f"a mesh of shape {tuple(sizes)} has {need} members, and this session has {len(have)} "
+            f"{device_type} device"
+            f"{'s' if len(have) != 1 else ''} on {alive} node{'s' if alive != 1 else ''}"
+            + (f" ({len(session.nodes) - alive} lost)" if alive < len(session.nodes) else "")
+            + ": make it smaller, or start with more workers (world_size=, workers=); dr.nodes() "
+            "shows what there is"
+        )
+    return have[:need]

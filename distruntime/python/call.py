@@ -26,7 +26,7 @@ from ..session.requests import Request
 from ..session.session import session_of_log
 from ..session.stalls import before_wait, note_wait
 from ..tensors.tensor import DistributedTensor
-from ..wire.codec import OPERAND, pack_constant, unpack_constant
+from ..wire.codec import NOTHING, OBJECT, OPERAND, pack_constant, unpack_constant
 from .callee import (
     Callee,
     Options,
@@ -43,8 +43,6 @@ from .callee import (
 from .pickling import Given, Operand, pack
 from .results import of_members, recorded, tensor_proxies
 from .structure import (
-    NOTHING,
-    OBJECT,
     built,
     declared,
     handles_of,

@@ -1,7 +1,6 @@
 """What a function returns, as it is known here: its structure, and the proxies that are made of it.
 
-See `structure.py` of the worker's room of this name: a structure is "object", or a list that begins with
-"tensor", "tuple", "list", "dict" or "class".
+See `wire/codec.py` for what a structure is, and `structure.py` of the worker's room of this name.
 """
 
 from __future__ import annotations
@@ -19,16 +18,7 @@ from ..log.storage import Storage
 from ..log.uses import Memory
 from ..tensors.tensor import DistributedTensor
 from ..tensors.trees import is_here, remade
-from ..wire.codec import Opened, opened
-
-OBJECT = "object"
-END = "end"
-# An object that is None, as a whole or in an object of a class that is opened.
-NOTHING = "nothing"
-# The memory of a result is its own, as its example says or as the worker has said. It is an operand's, from 0
-# on. Or it has a name.
-_DECLARED, _OWN, FIRST_NAME = -2, -1, 1 << 20
-_DEEPEST = 16
+from ..wire.codec import DECLARED, DEEPEST_RESULT, END, FIRST_NAME, NOTHING, OBJECT, Opened, opened, parts_of
 
 
 def require(structure: object, operands: int, depth: int = 0) -> object:
@@ -43,27 +33,19 @@ def require(structure: object, operands: int, depth: int = 0) -> object:
         case ["tensor", *spec, bool(_), int(memory)] if is_spec(spec):
             if -1 <= memory < operands or memory >= FIRST_NAME:
                 return structure
-        case ["tuple" | "list", *parts] if depth <= _DEEPEST:
+        case ["tuple" | "list", *parts] if depth <= DEEPEST_RESULT:
             for part in parts:
                 require(part, operands, depth + 1)
             return structure
-        case ["dict", list(keys), *parts] if depth <= _DEEPEST and len(keys) == len(parts):
+        case ["dict", list(keys), *parts] if depth <= DEEPEST_RESULT and len(keys) == len(parts):
             for part in parts:
                 require(part, operands, depth + 1)
             return structure
-        case ["class", str(_), str(_), *parts] if depth <= _DEEPEST:
+        case ["class", str(_), str(_), *parts] if depth <= DEEPEST_RESULT:
             for part in parts:
                 require(part, operands, depth + 1)
             return structure
     raise ProtocolError(f"not the structure of a result: {structure!r:.80}")
-
-
-def parts_of(structure: object) -> list[object] | None:
-    """Return the parts of a structure; None for what is one leaf, or nothing."""
-    match structure:
-        case ["tuple" | "list", *parts] | ["dict", list(_), *parts] | ["class", str(_), str(_), *parts]:
-            return parts
-    return None
 
 
 def leaves(structure: object) -> Iterator[Sequence[object]]:
@@ -218,7 +200,7 @@ def _of_example(returns: object) -> object:
     if isinstance(returns, torch.Tensor):
         handle = getattr(returns, "_handle", None)
         spec: Spec = handle.spec if isinstance(handle, Handle) else spec_of(returns)
-        return ["tensor", *spec.wire(), returns.requires_grad, _DECLARED]
+        return ["tensor", *spec.wire(), returns.requires_grad, DECLARED]
     if isinstance(returns, (tuple, list)) and type(returns) in (tuple, list):
         return [type(returns).__name__, *map(_of_example, returns)]
     tree = opened(returns)

@@ -263,6 +263,28 @@ def class_text(kind: type) -> str:
 # -- tensors ---------------------------------------------------------------------------------------
 
 
+# The structure of a function's result is plain: `OBJECT`, `NOTHING` for None, or a list that begins with
+# "tensor", "tuple", "list", "dict" or "class". The last one is for named tuples, and what torch's pytree has.
+OBJECT = "object"
+# What `next` returns at the end of an iterator.
+END = "end"
+# A result that is None as a whole, or None in an object of a class that is opened.
+NOTHING = "nothing"
+# The memory of a result's tensor is its own, as its example says or as the worker has said. It is an
+# operand's, from 0 on. Or it has a name.
+DECLARED, OWN, FIRST_NAME = -2, -1, 1 << 20
+# Tensors are looked for to this depth. What is further down stays an object.
+DEEPEST_RESULT = 16
+
+
+def parts_of(structure: object) -> list[object] | None:
+    """Return the parts of a structure; None for what is one leaf, or nothing."""
+    match structure:
+        case ["tuple" | "list", *parts] | ["dict", list(_), *parts] | ["class", str(_), str(_), *parts]:
+            return parts
+    return None
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return "float32" for `torch.float32`."""
     return str(dtype)[6:]

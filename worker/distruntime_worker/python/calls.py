@@ -19,7 +19,7 @@ import cloudpickle
 import torch
 
 from distruntime.errors import NotSupportedError, ProtocolError, UsageError
-from distruntime.wire.codec import unpack_constant
+from distruntime.wire.codec import END, unpack_constant
 from distruntime.wire.messages import Plain
 
 from ..machine import accelerator
@@ -32,7 +32,7 @@ from .operations import named
 from .parcel import assembled
 from .running import Around
 from .skeleton import Real, arguments, load, missing
-from .structure import END, Memories, can_be_proxy, described, leaves, owned, strangers
+from .structure import Memories, can_be_proxy, described, leaves, owned, strangers
 
 # Numpy has these dtypes, too.
 _OF_NUMPY = {

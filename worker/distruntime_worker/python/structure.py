@@ -1,8 +1,6 @@
 """What a function has returned: its structure, which travels, and its leaves, which stay.
 
-A structure is plain: "object" for what only a `Held` can hold, a `Leaf`'s fields for a tensor, and lists that
-begin with "tuple", "list", "dict" or "class". The last one is for named tuples and for what torch's pytree
-knows. `distruntime/python/structure.py` is the other end.
+`distruntime/wire/codec.py` says what a structure is, and `distruntime/python/structure.py` is the other end.
 """
 
 from __future__ import annotations
@@ -19,22 +17,21 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
 from distruntime.errors import UsageError
-from distruntime.wire.codec import opened
+from distruntime.wire.codec import (
+    DECLARED,
+    DEEPEST_RESULT,
+    FIRST_NAME,
+    NOTHING,
+    OBJECT,
+    OWN,
+    opened,
+    parts_of,
+)
 from distruntime.wire.messages import Plain
 
 from ..values.objects import Held, spec_fields
 from .handing import Circular
 
-OBJECT = "object"
-# What `next` returns at the end of an iterator.
-END = "end"
-# A result that is None as a whole, or None in an object of a class that is opened.
-NOTHING = "nothing"
-# The memory of a result is its own, as was declared or as this worker has said. It is an operand's, from 0
-# on. Or it has a name from `Memories`.
-_DECLARED, _OWN, _FIRST_NAME = -2, -1, 1 << 20
-# Tensors are looked for to this depth; what is further down stays an object.
-_DEEPEST = 16
 # A tuple without tensors is opened if it has so many items at most.
 _MOST = 64
 
@@ -47,7 +44,7 @@ class Memories:
 
     def __init__(self) -> None:
         self._named: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._next = _FIRST_NAME
+        self._next = FIRST_NAME
         # Streams have threads of their own.
         self._lock = threading.Lock()
 
@@ -93,7 +90,7 @@ def _holds_tensors(value: object, around: tuple[int, ...] = ()) -> bool:
     """Whether there are tensors in what may be opened; raise `Circular` where it is in itself."""
     if can_be_proxy(value):
         return True
-    parts = None if len(around) == _DEEPEST else _parts_of(value)
+    parts = None if len(around) == DEEPEST_RESULT else _parts_of(value)
     if parts is None:
         return False
     if id(value) in around:
@@ -140,7 +137,7 @@ def _memory(parts: _Parts, key: object, alone: int, given: list[int], recorded: 
     computed = recorded and value.grad_fn is not None and not value._is_view()
     del value
     if (only or computed) and sys.getrefcount(parts[key]) <= alone:  # type: ignore[call-overload]
-        return _OWN
+        return OWN
     return None
 
 
@@ -165,7 +162,7 @@ def _described(
         whose = _memory(parts, key, alone, given, recorded)
         tensor: torch.Tensor = parts[key]  # type: ignore[assignment, call-overload]
         if whose is None:
-            whose = _FIRST_NAME if memories is None else memories.name(tensor.untyped_storage())
+            whose = FIRST_NAME if memories is None else memories.name(tensor.untyped_storage())
         return ["tensor", *spec_fields(tensor), tensor.requires_grad, whose]
     if not _opened(parts[key]):  # type: ignore[call-overload]
         return OBJECT
@@ -189,10 +186,10 @@ def _described(
 def owned(result: object, told: Plain, name: str) -> tuple[object, Plain]:
     """Return a result and its structure, with copies of the tensors that somebody else holds."""
     memories = [*_memories_in(told)]
-    if all(memory < _FIRST_NAME for memory in memories):
+    if all(memory < FIRST_NAME for memory in memories):
         return result, told
     tensors = [leaf for leaf in leaves(result, told, name) if isinstance(leaf, torch.Tensor)]
-    held = {id(leaf) for leaf, memory in zip(tensors, memories) if memory >= _FIRST_NAME}
+    held = {id(leaf) for leaf, memory in zip(tensors, memories) if memory >= FIRST_NAME}
 
     def apart(leaf: object) -> object:
         return leaf.clone() if isinstance(leaf, torch.Tensor) and id(leaf) in held else leaf
@@ -203,8 +200,8 @@ def owned(result: object, told: Plain, name: str) -> tuple[object, Plain]:
 def _apart(told: Plain) -> Plain:
     """Return a structure in which nobody else holds a tensor."""
     match told:
-        case ["tensor", *fields, int(memory)] if memory >= _FIRST_NAME:
-            return ["tensor", *fields, _OWN]
+        case ["tensor", *fields, int(memory)] if memory >= FIRST_NAME:
+            return ["tensor", *fields, OWN]
         case ["tuple" | "list" as kind, *parts]:
             return [kind, *map(_apart, parts)]
         case ["dict", list(keys), *parts]:
@@ -227,8 +224,8 @@ def strangers(
 
     def compare(real: int | None, expected: int) -> None:
         this = next(number)
-        if real not in (expected, _OWN):
-            found[this] = expected != _DECLARED
+        if real not in (expected, OWN):
+            found[this] = expected != DECLARED
 
     def look(parts: _Parts, key: object, alone: int, promised: Plain) -> None:
         match promised:
@@ -251,12 +248,12 @@ def strangers(
     return found
 
 
-def _memories_in(structure: Plain) -> Iterator[int]:
+def _memories_in(structure: object) -> Iterator[int]:
     match structure:
         case ["tensor", *_, int(memory)]:
             yield memory
-        case ["tuple" | "list", *parts] | ["dict", list(_), *parts] | ["class", str(_), str(_), *parts]:
-            for part in parts:
+        case _:
+            for part in parts_of(structure) or ():
                 yield from _memories_in(part)
 
 

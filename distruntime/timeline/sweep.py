@@ -143,7 +143,7 @@ def sweep(slices: Sequence[Slice], whole: float, main: int, missing: frozenset[i
     for parts in together.values():
         for same in _operations(parts):
             _note_late(found, marks, same, missing, running)
-    _go_through(found, marks, slices, main)
+    _go_through(found, marks, slices)
     return found
 
 
@@ -210,7 +210,7 @@ def _note_late(
         _add(marks, "moving", node, 0, max(one.began, min(late_at, one.ended)), one.ended)
 
 
-def _go_through(found: Found, marks: list[_Mark], slices: Sequence[Slice], main: int) -> None:
+def _go_through(found: Found, marks: list[_Mark], slices: Sequence[Slice]) -> None:
     """Say of each moment what held the program up."""
     marks.sort()
     count: Counter[tuple[str, int]] = Counter()

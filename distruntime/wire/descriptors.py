@@ -24,6 +24,8 @@ ENOUGH = 24
 _MUCH = 1 << 20
 # At least and at most so many strangers may be connected at a time.
 _FEW, _MANY = 16, 48
+# So many are kept for what must not fail.
+_SPARE = 4
 
 
 def raise_limit() -> None:
@@ -77,14 +79,14 @@ class Spare:
     To map the memory that a tensor comes in takes two.
     """
 
-    def __init__(self, count: int = 4) -> None:
-        self._count, self._kept = count, list[int]()
+    def __init__(self) -> None:
+        self._kept = list[int]()
         self._lock = threading.Lock()
 
     def keep(self) -> None:
         """Take as many as are kept, as far as there are any."""
         with self._lock, suppress(OSError):
-            while len(self._kept) < self._count:
+            while len(self._kept) < _SPARE:
                 self._kept.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
     @contextmanager

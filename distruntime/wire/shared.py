@@ -38,6 +38,8 @@ LEAST = 1 << 18
 _SMALLEST = 1 << 20
 # A session keeps at most so many bytes. Beyond that, transfers take the socket.
 _MOST = 1 << 30
+# A worker keeps at most so many bytes of memory that nothing uses.
+_MOST_IDLE = 1 << 28
 
 
 def warm_malloc() -> None:
@@ -262,9 +264,7 @@ class KeptMemory:
     next.
     """
 
-    def __init__(self, most: int = 1 << 28) -> None:
-        # At most so many bytes lie idle.
-        self._most = most
+    def __init__(self) -> None:
         self._idle: dict[int, list[mmap.mmap]] = {}
         self._total = 0
         self._lock = threading.RLock()
@@ -288,7 +288,7 @@ class KeptMemory:
 
     def _give(self, memory: mmap.mmap) -> None:
         with self._lock:
-            if self._total + len(memory) <= self._most:
+            if self._total + len(memory) <= _MOST_IDLE:
                 self._idle.setdefault(len(memory), []).append(memory)
                 self._total += len(memory)
 

@@ -458,7 +458,7 @@ class Daemon:
                 self._by_peer.pop(found.link.peer, None)
                 self._retired.append(found.link.peer)
             self._by_peer[peer] = found
-            self._greet(peer, self._about_us(found, hello))
+            self._greet(peer, self._about_us(found))
             found.come_back(peer, hello)
             log.info("session of master %s goes on", found.master)
             return
@@ -480,7 +480,7 @@ class Daemon:
         log.info(
             "session of master %s (torch %s, Python %s) begins", session.master, hello.torch, hello.python
         )
-        self._greet(peer, self._about_us(session, hello))
+        self._greet(peer, self._about_us(session))
 
     def _refused(self) -> str:
         """Return why this worker opens nothing that its masters have pickled, or nothing."""
@@ -497,7 +497,7 @@ class Daemon:
             )
         return ""
 
-    def _about_us(self, session: Session, hello: Hello) -> Welcome:
+    def _about_us(self, session: Session) -> Welcome:
         return Welcome(
             PROTOCOL,
             self._incarnation,

@@ -25,7 +25,6 @@ import threading
 import time
 from contextlib import suppress
 from itertools import count
-from typing import NamedTuple, Protocol
 
 import torch
 
@@ -34,6 +33,7 @@ from distruntime.wire.data_channel import DataChannel, Membership
 from distruntime.wire.identity import vicinity
 
 from ..listening import LISTENING
+from .connection import Address, Cover, Message, address_of, fill, hang_up, left_until, read
 from .private import private_folder
 from .proof import ACCEPTED, ANSWER_SIZE, HELLO_SIZE, PROOF_SIZE, SECRET, Dialler, Listener, Unproven
 
@@ -59,49 +59,6 @@ _SAY = 60.0
 _numbers = count().__next__
 
 
-# A member listens at a path, or at a host and port.
-Address = str | tuple[str, int]
-
-
-def _address(said: object) -> Address:
-    match said:
-        case str():
-            return said
-        case [str(host), int(port)]:
-            return host, port
-    raise ConnectionError(f"a member says that it listens at {said!r:.80}")
-
-
-class Cover(Protocol):
-    """What is around a connection: nothing, or encryption."""
-
-    def about(self) -> str:
-        """Return what the other members must know of this one."""
-
-    def learn(self, about: list[str]) -> None:
-        """Take what all members have said, by rank."""
-
-    def around(self, sock: socket.socket, dialled: bool) -> socket.socket:
-        """Return what to use in the socket's place. Never blocks."""
-
-    def greet(self, sock: socket.socket, timeout: float) -> None:
-        """Do what comes before the first byte.
-
-        Block for `timeout` seconds at most; raise `OSError`, `Unproven` if that is no member.
-        """
-
-    def check(self, sock: socket.socket, rank: int) -> None:
-        """Raise `Unproven` unless that member is at the other end, as far as this can tell."""
-
-
-class _Message(NamedTuple):
-    """A message whose header is here, and whose bytes are in its socket."""
-
-    sock: socket.socket
-    size: int
-    taken: threading.Event
-
-
 class SocketChannel(DataChannel):
     """Send and receive, side by side in any number of threads.
 
@@ -119,7 +76,7 @@ class SocketChannel(DataChannel):
         # These sockets lead to each member, and may be used.
         self._idle: dict[int, list[socket.socket]] = {}
         # The keys are source and tag.
-        self._arrived: dict[tuple[int, int], _Message] = {}
+        self._arrived: dict[tuple[int, int], Message] = {}
         # These peers have not proven who they are.
         self._strangers: list[socket.socket] = []
         # So many threads wait for a stranger's proof.
@@ -141,7 +98,7 @@ class SocketChannel(DataChannel):
         threading.Thread(target=self._accept, args=(listener,), name=f"tcp-{self.rank}", daemon=True).start()
         try:
             store.set(f"tcp-{self.rank}-at", json.dumps(address))
-            self._members = [_address(json.loads(store.get(f"tcp-{rank}-at"))) for rank in range(self.size)]
+            self._members = [address_of(json.loads(store.get(f"tcp-{rank}-at"))) for rank in range(self.size)]
         except BaseException:
             self.abort()
             raise
@@ -174,14 +131,14 @@ class SocketChannel(DataChannel):
         deadline, body = time.monotonic() + self._timeout, tensor_bytes(data)
         sock = self._connection(to, deadline)
         try:
-            sock.settimeout(_left(deadline))
+            sock.settimeout(left_until(deadline))
             head = _HEADER.pack(tag, len(body))
             if len(body) <= _SMALL:
                 sock.sendall(head + body)
             else:
                 sock.sendall(head)
                 sock.sendall(body)
-            _fill(sock, memoryview(bytearray(len(_TAKEN))), deadline)
+            fill(sock, memoryview(bytearray(len(_TAKEN))), deadline)
         except OSError as error:
             self._close(sock)
             raise self._failed(f"sending {len(body)} bytes to rank {to}", error) from error
@@ -206,7 +163,7 @@ class SocketChannel(DataChannel):
                 )
             if message.size != len(body):
                 raise ConnectionError(f"it sends {message.size}")
-            _fill(message.sock, body, deadline)
+            fill(message.sock, body, deadline)
             # This is sent before the tensor is returned: the group may be closed next.
             message.sock.sendall(_TAKEN)
         except OSError as error:
@@ -227,7 +184,7 @@ class SocketChannel(DataChannel):
                     sock.connect(self._path)
             # The thread that uses it wakes, and closes it.
             for sock in self._open:
-                _hang_up(sock)
+                hang_up(sock)
             for sock in (sock for row in self._idle.values() for sock in row):
                 sock.close()
             for message in self._arrived.values():
@@ -282,7 +239,7 @@ class SocketChannel(DataChannel):
         return address if isinstance(address, str) else ":".join(map(str, address))
 
     def _dial(self, to: int, deadline: float) -> socket.socket:
-        address, patience = self._members[to], min(_left(deadline), _CONNECT)
+        address, patience = self._members[to], min(left_until(deadline), _CONNECT)
         if isinstance(address, str):
             sock = socket.socket(socket.AF_UNIX)
             try:
@@ -297,13 +254,13 @@ class SocketChannel(DataChannel):
         try:
             # This may take any time: a member that stands still is no stranger, and its machine has taken the
             # connection already.
-            self._cover.greet(sock, _left(deadline))
+            self._cover.greet(sock, left_until(deadline))
             self._cover.check(sock, to)
             dialler = Dialler(self._secret, self.rank, to)
-            sock.settimeout(_left(deadline))
+            sock.settimeout(left_until(deadline))
             sock.sendall(dialler.hello)
-            sock.sendall(dialler.prove(_read(sock, ANSWER_SIZE, deadline)))
-            if _read(sock, len(ACCEPTED), deadline) != ACCEPTED:
+            sock.sendall(dialler.prove(read(sock, ANSWER_SIZE, deadline)))
+            if read(sock, len(ACCEPTED), deadline) != ACCEPTED:
                 raise Unproven("it does not speak this protocol")
         except BaseException:
             self._close(sock)
@@ -355,7 +312,7 @@ class SocketChannel(DataChannel):
         """
         with self._changed:
             if len(self._strangers) >= _STRANGERS:
-                _hang_up(self._strangers.pop(random.randrange(len(self._strangers))))
+                hang_up(self._strangers.pop(random.randrange(len(self._strangers))))
             self._changed.wait_for(lambda: self._proving < _STRANGERS or self._ended, _STRANGER)
             self._strangers.append(sock)
             self._proving += 1
@@ -397,8 +354,8 @@ class SocketChannel(DataChannel):
         deadline = time.monotonic() + _STRANGER
         self._cover.greet(sock, _STRANGER)
         listener = Listener(self._secret, self.rank, self.size)
-        sock.sendall(listener.answer(_read(sock, HELLO_SIZE, deadline)))
-        listener.check(_read(sock, PROOF_SIZE, deadline))
+        sock.sendall(listener.answer(read(sock, HELLO_SIZE, deadline)))
+        listener.check(read(sock, PROOF_SIZE, deadline))
         self._cover.check(sock, listener.source)
         with self._changed:
             # This comes before the member hears that it is in: from then on it does not dial again, and
@@ -421,9 +378,9 @@ class SocketChannel(DataChannel):
         head = bytearray(_HEADER.size)
         try:
             while not self._ended:
-                _fill(sock, memoryview(head), time.monotonic() + _LONGEST)
+                fill(sock, memoryview(head), time.monotonic() + _LONGEST)
                 tag, size = _HEADER.unpack(head)
-                message = _Message(sock, size, threading.Event())
+                message = Message(sock, size, threading.Event())
                 with self._changed:
                     if (source, tag) in self._arrived or self._ended:
                         raise ConnectionError(f"rank {source} sends tag {tag} twice, or too late")
@@ -435,31 +392,3 @@ class SocketChannel(DataChannel):
             log.debug("the data channel %s closes a connection: %s", self._name, error)
         finally:
             self._close(sock)
-
-
-def _left(deadline: float) -> float:
-    return max(1e-3, deadline - time.monotonic())
-
-
-def _hang_up(sock: socket.socket) -> None:
-    """End a connection; the thread that uses it wakes, and closes it."""
-    # It is not connected any more.
-    with suppress(OSError):
-        # The method of ssl would take the encryption away from under that thread.
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
-
-
-def _read(sock: socket.socket, size: int, deadline: float) -> bytes:
-    found = bytearray(size)
-    _fill(sock, memoryview(found), deadline)
-    return bytes(found)
-
-
-def _fill(sock: socket.socket, memory: memoryview, deadline: float) -> None:
-    """Receive as many bytes as `memory` has room for."""
-    while memory:
-        sock.settimeout(_left(deadline))
-        size = sock.recv_into(memory)
-        if not size:
-            raise ConnectionError("the other side has closed the connection")
-        memory = memory[size:]

@@ -8,102 +8,24 @@ node numbers or places (`src=`, `dst=`), or ranks of the group (`group_src=`, `g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ..errors import UsageError, WaitTimeout, without_our_frames
 from ..log.line import line_text, user_line
-from ..log.spec import Spec
 from ..session.timeouts import checked, deadline_in, left_until
 from ..streams.stream import Event, current_stream
-from ..tensors.tensor import DistributedTensor
-from ..wire.data_channel import Reduction
 from ..wire.deadlines import ASK
 from ..wire.messages import AskStatus
 from . import functional
-from .arguments import (
-    alike_each,
-    at,
-    expect,
-    lists_each,
-    one_each,
-    root_of,
-    rows_of,
-    session_of,
-    tensor,
-)
+from .arguments import alike_each, expect, lists_each, one_each, root_of, rows_of, session_of
 from .group import ProcessGroup, Where, groups_of, homes_of
-from .operation import Operands, issue_operation, require_operation
+from .operation import require_operation
 from .reductions import Op, ReduceOp, reduction_for
-from .splits import NO_SPLITS, ByteSplits, byte_splits, require_splits, splits_of, transposed
-from .work import Outputs, Work, aside
-
-Tensors = Sequence[torch.Tensor]
-Lists = Sequence[Sequence[torch.Tensor]]
-Remote = Sequence[Sequence[DistributedTensor]]
-
-
-def _issue(
-    group: ProcessGroup,
-    operation: str,
-    inputs: Remote,
-    outputs: Remote,
-    values: Callable[[], Tensors],
-    result: Outputs,
-    async_op: bool,
-    *,
-    root: int = -1,
-    reduction: Reduction | None = None,
-    splits: ByteSplits = NO_SPLITS,
-    everything: bool = False,
-) -> Work | None:
-    """Issue an operation that writes `outputs`, rank by rank.
-
-    Where a gradient is wanted, `values` issues the functional form, and what it returns is copied over them.
-    With `async_op` it runs on streams of the group's own, and a `Work` with this `result` waits for it.
-    """
-
-    def run() -> None:
-        if _wants_gradient(outputs, inputs):
-            for out, value in zip((t for row in outputs for t in row), values()):
-                out.copy_(value)
-            return
-        parts: list[Operands] = [
-            ([t._handle for t in ins], [t._handle for t in outs]) for ins, outs in zip(inputs, outputs)
-        ]
-        issue_operation(group, operation, parts, inplace=True, root=root, reduction=reduction, splits=splits)
-        for row in outputs:
-            for t in row:
-                torch.autograd.graph.increment_version(t)
-
-    if not async_op:
-        run()
-        return None
-    return Work(repr(group), aside(group.streams, group.homes, everything, run), result)
-
-
-def _wants_gradient(outputs: Remote, inputs: Remote) -> bool:
-    """Return whether a gradient is wanted; raise what torch raises for outputs that cannot be written then.
-
-    Nothing has been issued when it raises.
-    """
-    if not torch.is_grad_enabled():
-        return False
-    written = [t for row in outputs for t in row if t.requires_grad]
-    if any(t.is_leaf for t in written):
-        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-    return bool(written) or any(t.requires_grad for row in inputs for t in row)
-
-
-def _each(tensors: Sequence[DistributedTensor]) -> Remote:
-    """Return a row for each member, with its one tensor."""
-    return [[t] for t in tensors]
-
-
-def _only(root: int, row: Sequence[DistributedTensor], size: int) -> Remote:
-    """Return a row for each member, which is empty but for the root's."""
-    return [row if rank == root else [] for rank in range(size)]
+from .splits import byte_splits, require_splits, splits_of, transposed
+from .work import Work
+from .writing import Lists, Remote, Tensors, all_expect, at_root, each, expect_whole, issue_in_place, only
 
 
 @without_our_frames
@@ -114,8 +36,8 @@ def all_reduce(
     found, given, spec = alike_each(group, tensors, "tensors")
     require_operation(found, "all_reduce")
     by = reduction_for(found, op, spec.dtype)
-    rows = _each(given)
-    return _issue(
+    rows = each(given)
+    return issue_in_place(
         found,
         "all_reduce",
         rows,
@@ -145,8 +67,8 @@ def broadcast(
         return [value for k, value in enumerate(copies) if k != root]
 
     others: Remote = [[] if k == root else [t] for k, t in enumerate(given)]
-    return _issue(
-        found, "broadcast", _only(root, [given[root]], len(given)), others, values, given, async_op, root=root
+    return issue_in_place(
+        found, "broadcast", only(root, [given[root]], len(given)), others, values, given, async_op, root=root
     )
 
 
@@ -164,11 +86,11 @@ def reduce(
     require_operation(found, "reduce")
     by = reduction_for(found, op, spec.dtype)
     root = root_of(found, dst, group_dst, ("dst", "group_dst"))
-    return _issue(
+    return issue_in_place(
         found,
         "reduce",
-        _each(given),
-        _only(root, [given[root]], len(given)),
+        each(given),
+        only(root, [given[root]], len(given)),
         lambda: [functional.reduce(given, op=op, group=found, group_dst=root)],
         given,
         async_op,
@@ -185,13 +107,13 @@ def all_gather(
     found, given, spec = alike_each(group, tensors, "tensors")
     require_operation(found, "all_gather")
     lists = lists_each(found, tensor_lists, "tensor_lists", given)
-    _all_expect(lists, spec.size, spec.dtype, "tensor_lists")
+    all_expect(lists, spec.size, spec.dtype, "tensor_lists")
 
     def values() -> Tensors:
         gathered = functional.all_gather([t.reshape(-1) for t in given], found)
         return [part.view(spec.size) for whole in gathered for part in whole.chunk(found.size())]
 
-    return _issue(found, "all_gather", _each(given), lists, values, lists, async_op)
+    return issue_in_place(found, "all_gather", each(given), lists, values, lists, async_op)
 
 
 @without_our_frames
@@ -202,13 +124,13 @@ def all_gather_into_tensor(
     found, given, spec = alike_each(group, input_tensors, "input_tensors")
     require_operation(found, "all_gather")
     _, outs = one_each(found, output_tensors, "output_tensors")
-    _expect_whole(outs, spec, found.size(), "output_tensors")
+    expect_whole(outs, spec, found.size(), "output_tensors")
 
     def values() -> Tensors:
         gathered = functional.all_gather([t.reshape(-1) for t in given], found)
         return [whole.view(out.shape) for out, whole in zip(outs, gathered)]
 
-    return _issue(found, "all_gather", _each(given), _each(outs), values, outs, async_op)
+    return issue_in_place(found, "all_gather", each(given), each(outs), values, outs, async_op)
 
 
 @without_our_frames
@@ -224,13 +146,13 @@ def gather(
     found, given, spec = alike_each(group, tensors, "tensors")
     require_operation(found, "gather")
     root = root_of(found, dst, group_dst, ("dst", "group_dst"))
-    outs = _at_root(found, root, gather_list, "gather_list")
-    _all_expect([outs], spec.size, spec.dtype, "gather_list")
-    return _issue(
+    outs = at_root(found, root, gather_list, "gather_list")
+    all_expect([outs], spec.size, spec.dtype, "gather_list")
+    return issue_in_place(
         found,
         "gather",
-        _each(given),
-        _only(root, outs, len(given)),
+        each(given),
+        only(root, outs, len(given)),
         lambda: functional.gather(given, group=found, group_dst=root),
         outs,
         async_op,
@@ -251,13 +173,13 @@ def scatter(
     found, given, spec = alike_each(group, tensors, "tensors")
     require_operation(found, "scatter")
     root = root_of(found, src, group_src, ("src", "group_src"))
-    parts = _at_root(found, root, scatter_list, "scatter_list")
-    _all_expect([parts], spec.size, spec.dtype, "scatter_list")
-    return _issue(
+    parts = at_root(found, root, scatter_list, "scatter_list")
+    all_expect([parts], spec.size, spec.dtype, "scatter_list")
+    return issue_in_place(
         found,
         "scatter",
-        _only(root, parts, len(given)),
-        _each(given),
+        only(root, parts, len(given)),
+        each(given),
         lambda: functional.scatter(parts, found),
         given,
         async_op,
@@ -278,13 +200,13 @@ def reduce_scatter(
     require_operation(found, "reduce_scatter")
     by = reduction_for(found, op, spec.dtype)
     lists = lists_each(found, input_lists, "input_lists", outs)
-    _all_expect(lists, spec.size, spec.dtype, "input_lists")
+    all_expect(lists, spec.size, spec.dtype, "input_lists")
 
     def values() -> Tensors:
         joined = [torch.cat([t.reshape(-1) for t in row]) for row in lists]
         return [v.view(spec.size) for v in functional.reduce_scatter(joined, op, found)]
 
-    return _issue(found, "reduce_scatter", lists, _each(outs), values, outs, async_op, reduction=by)
+    return issue_in_place(found, "reduce_scatter", lists, each(outs), values, outs, async_op, reduction=by)
 
 
 @without_our_frames
@@ -300,13 +222,15 @@ def reduce_scatter_tensor(
     require_operation(found, "reduce_scatter")
     by = reduction_for(found, op, spec.dtype)
     _, given, _ = alike_each(found, inputs, "inputs")
-    _expect_whole(given, spec, found.size(), "inputs")
+    expect_whole(given, spec, found.size(), "inputs")
 
     def values() -> Tensors:
         reduced = functional.reduce_scatter([t.reshape(-1) for t in given], op, found)
         return [v.view(spec.size) for v in reduced]
 
-    return _issue(found, "reduce_scatter", _each(given), _each(outs), values, outs, async_op, reduction=by)
+    return issue_in_place(
+        found, "reduce_scatter", each(given), each(outs), values, outs, async_op, reduction=by
+    )
 
 
 @without_our_frames
@@ -335,7 +259,9 @@ def all_to_all(
         return [value for row in functional.all_to_all(ins, found) for value in row]
 
     sizes = tuple(tuple(t.numel() * dtype.itemsize for t in row) for row in ins)
-    return _issue(found, "all_to_all", ins, outs, values, outs, async_op, splits=(sizes, transposed(sizes)))
+    return issue_in_place(
+        found, "all_to_all", ins, outs, values, outs, async_op, splits=(sizes, transposed(sizes))
+    )
 
 
 @without_our_frames
@@ -371,11 +297,11 @@ def all_to_all_single(
     for j, out in enumerate(outs):
         expect(out, (sum(row[j] for row in splits), *given[0].shape[1:]), given[0].dtype, f"outputs[{j}]")
 
-    return _issue(
+    return issue_in_place(
         found,
         "all_to_all",
-        _each(given),
-        _each(outs),
+        each(given),
+        each(outs),
         lambda: functional.all_to_all_single(given, splits, group=found),
         outs,
         async_op,
@@ -400,7 +326,7 @@ def barrier(
         rank: current_stream(p.node, p.local_device).record_event() for rank, p in enumerate(found.places)
     }
     nothing: Remote = [[]] * found.size()
-    work = _issue(found, "barrier", nothing, nothing, list, [], async_op, everything=True)
+    work = issue_in_place(found, "barrier", nothing, nothing, list, [], async_op, everything=True)
     if work is not None:
         return work
     limit = found.timeout if timeout is None else timeout
@@ -442,30 +368,3 @@ def _late(group: ProcessGroup, rank: int, event: Event) -> str:
 def destroy_process_group(group: ProcessGroup) -> None:
     """Close a group, after what has been issued to it. Return at once."""
     group.close()
-
-
-def _all_expect(
-    lists: Sequence[Sequence[DistributedTensor]], size: Sequence[int], dtype: torch.dtype, name: str
-) -> None:
-    for i, row in enumerate(lists):
-        for j, t in enumerate(row):
-            expect(t, size, dtype, f"{name}[{i}][{j}]" if len(lists) > 1 else f"{name}[{j}]")
-
-
-def _expect_whole(tensors: Sequence[DistributedTensor], part: Spec, size: int, name: str) -> None:
-    """Raise `UsageError` unless each is what `size` tensors like `part` give, joined or stacked."""
-    stacked = (size, *part.size)
-    joined = (part.size[0] * size, *part.size[1:]) if part.size else (size,)
-    for k, t in enumerate(tensors):
-        if tuple(t.shape) not in (stacked, joined) or t.dtype != part.dtype:
-            raise UsageError(
-                f"{name}[{k}] must be {joined} or {stacked} {str(part.dtype)[6:]}, got {t._handle.spec}"
-            )
-
-
-def _at_root(group: ProcessGroup, root: int, tensors: object, name: str) -> list[DistributedTensor]:
-    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence) or len(tensors) != group.size():
-        raise UsageError(
-            f"{name} must be a list of {group.size()} tensors, one for each member, on {group.places[root]}"
-        )
-    return [at(group, root, tensor(t, f"{name}[{k}]"), f"{name}[{k}]") for k, t in enumerate(tensors)]

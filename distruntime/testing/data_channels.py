@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import cast
@@ -17,27 +14,24 @@ from ..collectives.group import groups_of
 from ..collectives.reductions import Op
 from ..session.session import active_session
 from ..wire.data_channel import MOVES, REDUCES
-
-_KINDS = (
-    torch.bool,
-    torch.uint8,
-    torch.int16,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
+from .expected import (
+    KINDS,
+    Tensors,
+    accelerator_of,
+    killed,
+    move_to,
+    reduced_here,
+    reduction_op,
+    require_same,
+    text_of,
 )
+
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
-_FACTOR = 0.5
 # So many numbers of float32 are 16 MiB.
 _LARGE = 4 << 20
 # A member's death must be noticed within so many seconds.
 _PROMPT = 30.0
 _ROUNDS = 3
-
-Tensors = list[torch.Tensor]
 
 
 def check_data_channel(channel: str | type[dr.DataChannel], sizes: Sequence[int] = (2, 3)) -> None:
@@ -100,7 +94,7 @@ class _Check:
             self.group = dr.new_group(self.places, backend=name)
         except dr.NotSupportedError:
             # This data channel takes tensors of GPUs only.
-            self.places = [_accelerator(k) for k in range(size)]
+            self.places = [accelerator_of(k) for k in range(size)]
             self.group = dr.new_group(self.places, backend=name)
         self.has = self.group.capabilities
         self._random = torch.Generator().manual_seed(size)
@@ -162,7 +156,7 @@ class _Check:
 
     def shapes(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
         """Return the dtypes and shapes that every operation which moves data is tried with."""
-        return [*((dtype, (5, 3)) for dtype in _KINDS), (torch.float32, ()), (torch.int32, (0, 4))]
+        return [*((dtype, (5, 3)) for dtype in KINDS), (torch.float32, ()), (torch.int32, (0, 4))]
 
     # -- what moves ----------------------------------------------------------------------------------------
 
@@ -186,9 +180,9 @@ class _Check:
         self, source: int, target: int, value: torch.Tensor, form: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
         wanted = form(value)
-        with self.trying(f"copy from rank {source} to {target} of {_text(wanted)}"):
-            moved = _moved(form(self.at(source, value)), self.places[target])
-            _same([moved], [wanted])
+        with self.trying(f"copy from rank {source} to {target} of {text_of(wanted)}"):
+            moved = move_to(form(self.at(source, value)), self.places[target])
+            require_same([moved], [wanted])
 
     def streams(self) -> None:
         """Copies side by side: four pairs of streams, both ways, and all arrive where they should."""
@@ -200,66 +194,66 @@ class _Check:
         values = [self.draw(torch.int32, 1 << 16) + 10 * k for k in range(len(pairs))]
         forth, back = self.there_at(0, values), self.there_at(1, [-v for v in values])
         with self.trying(
-            f"{len(pairs)} copies of {_text(values[0])} at once, each on a stream of its own, both ways"
+            f"{len(pairs)} copies of {text_of(values[0])} at once, each on a stream of its own, both ways"
         ):
             for _ in range(_ROUNDS):
                 arrived = []
                 for k, (first, second) in enumerate(pairs):
                     with dr.stream(first), dr.stream(second):
-                        arrived += [_moved(forth[k], there), _moved(back[k], here)]
-                _same(arrived, [form for v in values for form in (v, -v)])
+                        arrived += [move_to(forth[k], there), move_to(back[k], here)]
+                require_same(arrived, [form for v in values for form in (v, -v)])
 
     def broadcast(self) -> None:
         for dtype, shape in [*self.shapes(), (torch.float32, (_LARGE,))]:
             for root in (0, self.size - 1) if shape != (_LARGE,) else (0,):
                 rows = self.rows(dtype, *shape)
-                with self.trying(f"broadcast from rank {root} of {_text(rows[0])}"):
+                with self.trying(f"broadcast from rank {root} of {text_of(rows[0])}"):
                     tensors = self.there(rows)
                     dr.broadcast(tensors, group=self.group, group_src=root)
-                    _same(tensors, [rows[root]] * self.size)
+                    require_same(tensors, [rows[root]] * self.size)
         wide = self.there(self.rows(torch.float32, 6, 4))
         with self.trying("broadcast of transposed tensors, (4, 6) float32"):
             wanted = wide[0].cpu().t()
             dr.broadcast([t.t() for t in wide], group=self.group)
-            _same([t.t() for t in wide], [wanted] * self.size)
+            require_same([t.t() for t in wide], [wanted] * self.size)
 
     def all_gather(self) -> None:
         for dtype, shape in self.shapes():
             rows = self.rows(dtype, *shape)
-            with self.trying(f"all_gather of {_text(rows[0])}"):
+            with self.trying(f"all_gather of {text_of(rows[0])}"):
                 lists = self.lists(dtype, *shape)
                 dr.all_gather(lists, self.there(rows), group=self.group)
                 for found in lists:
-                    _same(found, rows)
+                    require_same(found, rows)
 
     def gather(self) -> None:
         for dtype, shape in self.shapes():
             for root in (0, self.size - 1):
                 rows = self.rows(dtype, *shape)
-                with self.trying(f"gather to rank {root} of {_text(rows[0])}"):
+                with self.trying(f"gather to rank {root} of {text_of(rows[0])}"):
                     found = self.there_at(root, [torch.zeros_like(row) for row in rows])
                     dr.gather(self.there(rows), found, group=self.group, group_dst=root)
-                    _same(found, rows)
+                    require_same(found, rows)
 
     def scatter(self) -> None:
         for dtype, shape in self.shapes():
             for root in (0, self.size - 1):
                 rows = self.rows(dtype, *shape)
-                with self.trying(f"scatter from rank {root} of {_text(rows[0])}"):
+                with self.trying(f"scatter from rank {root} of {text_of(rows[0])}"):
                     tensors = self.there([torch.zeros_like(row) for row in rows])
                     dr.scatter(tensors, self.there_at(root, rows), group=self.group, group_src=root)
-                    _same(tensors, rows)
+                    require_same(tensors, rows)
 
     def all_to_all(self) -> None:
         for dtype, shape in self.shapes():
             table = [self.rows(dtype, *shape) for _ in self.places]
-            with self.trying(f"all_to_all of {_text(table[0][0])}"):
+            with self.trying(f"all_to_all of {text_of(table[0][0])}"):
                 lists = self.lists(dtype, *shape)
                 dr.all_to_all(
                     lists, [self.there_at(rank, row) for rank, row in enumerate(table)], group=self.group
                 )
                 for rank, found in enumerate(lists):
-                    _same(found, [row[rank] for row in table])
+                    require_same(found, [row[rank] for row in table])
         # The parts are uneven, and some are empty.
         splits = [[(3 * i + j) % 4 for j in range(self.size)] for i in range(self.size)]
         rows = [self.draw(torch.int64, sum(row), 2) for row in splits]
@@ -268,7 +262,7 @@ class _Check:
             wanted = [torch.cat([part[rank] for part in parts]) for rank in range(self.size)]
             outputs = self.there([torch.zeros_like(t) for t in wanted])
             dr.all_to_all_single(outputs, self.there(rows), input_split_sizes=splits, group=self.group)
-            _same(outputs, wanted)
+            require_same(outputs, wanted)
 
     def barrier(self) -> None:
         with self.trying("barrier"):
@@ -280,48 +274,48 @@ class _Check:
     def _declared(self) -> Iterator[tuple[str, Op, torch.dtype]]:
         for op in sorted(self.has.reductions):
             for dtype in sorted(self.has.reductions[op], key=str):
-                yield op, _op(op), dtype
+                yield op, reduction_op(op), dtype
 
     def all_reduce(self) -> None:
         for op, given, dtype in self._declared():
             for shape in ((7, 3), (), (0, 3)):
                 rows = self.rows(dtype, *shape)
-                with self.trying(f"all_reduce by {op} of {_text(rows[0])}"):
+                with self.trying(f"all_reduce by {op} of {text_of(rows[0])}"):
                     tensors = self.there(rows)
                     dr.all_reduce(tensors, given, group=self.group)
-                    _same(tensors, [_reduced(op, rows)] * self.size)
+                    require_same(tensors, [reduced_here(op, rows)] * self.size)
         # The check takes float32 or int32 if the channel can.
         op, given, dtype = min(self._declared(), key=lambda declared: abs(declared[2].itemsize - 4))
         rows = self.rows(dtype, _LARGE)
-        with self.trying(f"all_reduce by {op} of {_text(rows[0])}"):
+        with self.trying(f"all_reduce by {op} of {text_of(rows[0])}"):
             tensors = self.there(rows)
             dr.all_reduce(tensors, given, group=self.group)
-            _same(tensors, [_reduced(op, rows)] * self.size)
+            require_same(tensors, [reduced_here(op, rows)] * self.size)
         rows = self.rows(dtype, 6, 4)
-        with self.trying(f"all_reduce by {op} of transposed tensors, {_text(rows[0].t())}"):
+        with self.trying(f"all_reduce by {op} of transposed tensors, {text_of(rows[0].t())}"):
             tensors = self.there(rows)
             dr.all_reduce([t.t() for t in tensors], given, group=self.group)
-            _same(tensors, [_reduced(op, rows)] * self.size)
+            require_same(tensors, [reduced_here(op, rows)] * self.size)
 
     def reduce(self) -> None:
         for op, given, dtype in self._declared():
             for root in (0, self.size - 1):
                 rows = self.rows(dtype, 7, 3)
-                with self.trying(f"reduce by {op} to rank {root} of {_text(rows[0])}"):
+                with self.trying(f"reduce by {op} to rank {root} of {text_of(rows[0])}"):
                     tensors = self.there(rows)
                     dr.reduce(tensors, op=given, group=self.group, group_dst=root)
-                    _same(
+                    require_same(
                         tensors,
-                        [_reduced(op, rows) if rank == root else row for rank, row in enumerate(rows)],
+                        [reduced_here(op, rows) if rank == root else row for rank, row in enumerate(rows)],
                     )
 
     def reduce_scatter(self) -> None:
         for op, given, dtype in self._declared():
             rows = self.rows(dtype, 5 * self.size, 3)
-            with self.trying(f"reduce_scatter by {op} of {_text(rows[0])}"):
+            with self.trying(f"reduce_scatter by {op} of {text_of(rows[0])}"):
                 outputs = self.there([torch.zeros(5, 3, dtype=dtype) for _ in rows])
                 dr.reduce_scatter_tensor(outputs, self.there(rows), given, group=self.group)
-                _same(outputs, list(_reduced(op, rows).chunk(self.size)))
+                require_same(outputs, list(reduced_here(op, rows).chunk(self.size)))
 
     # -- groups, refusals and failures ---------------------------------------------------------------------
 
@@ -332,7 +326,7 @@ class _Check:
             self._refused(operation, torch.float32, "SUM")
         for operation in self.has.operations & set(REDUCES):
             for op in _REDUCTIONS:
-                for dtype in {*_KINDS, torch.int8, torch.int32} - self.has.reductions.get(op, frozenset()):
+                for dtype in {*KINDS, torch.int8, torch.int32} - self.has.reductions.get(op, frozenset()):
                     # A complex number may count as two real ones.
                     if not dtype.is_complex:
                         self._refused(operation, dtype, op)
@@ -344,17 +338,17 @@ class _Check:
         rows = self.there(self.rows(dtype, 2 * self.size))
         table = [[t] * self.size for t in rows]
         calls: dict[str, Callable[[], object]] = {
-            "send": lambda: _moved(rows[0], self.places[1]),
+            "send": lambda: move_to(rows[0], self.places[1]),
             "broadcast": lambda: dr.broadcast(rows, group=self.group),
             "all_gather": lambda: dr.all_gather(table, rows, group=self.group),
             "gather": lambda: dr.gather(rows, table[0], group=self.group),
             "scatter": lambda: dr.scatter(rows, table[0], group=self.group),
             "all_to_all": lambda: dr.all_to_all(table, table, group=self.group),
             "barrier": lambda: dr.barrier(self.group),
-            "all_reduce": lambda: dr.all_reduce(rows, _op(op), group=self.group),
-            "reduce": lambda: dr.reduce(rows, op=_op(op), group=self.group),
+            "all_reduce": lambda: dr.all_reduce(rows, reduction_op(op), group=self.group),
+            "reduce": lambda: dr.reduce(rows, op=reduction_op(op), group=self.group),
             "reduce_scatter": lambda: dr.reduce_scatter_tensor(
-                [t[:2] for t in rows], rows, _op(op), group=self.group
+                [t[:2] for t in rows], rows, reduction_op(op), group=self.group
             ),
         }
         try:
@@ -383,7 +377,7 @@ class _Check:
         tensors = self.there(rows)
         if "broadcast" in self.has.operations:
             dr.broadcast(tensors, group=group)
-            _same(tensors, [rows[0]] * self.size)
+            require_same(tensors, [rows[0]] * self.size)
         elif "barrier" in self.has.operations:
             dr.barrier(group, timeout=_PROMPT)
 
@@ -393,7 +387,7 @@ class _Check:
         if self.has.operations & {"broadcast", "all_gather", "barrier"} and self.size > 2:
             rows = self.there(self.rows(torch.float32, 1000))
             dr.synchronize()
-            with _killed(pids[self.size - 1]):
+            with killed(pids[self.size - 1]):
                 if "broadcast" in self.has.operations:
                     dr.broadcast(rows, group=self.group, group_src=self.size - 1)
                 elif "all_gather" in self.has.operations:
@@ -407,8 +401,8 @@ class _Check:
                 dr.synchronize(1)
             value = self.at(1, self.draw(torch.float32, _LARGE))
             dr.synchronize(1)
-            with _killed(pids[1]):
-                arrived = _moved(value, self.places[0])
+            with killed(pids[1]):
+                arrived = move_to(value, self.places[0])
             self._fails("a copy whose source was killed", arrived)
 
     def _fails(self, what: str, result: torch.Tensor) -> None:
@@ -422,72 +416,3 @@ class _Check:
                 f"data channel {self.name!r}, {what}: abort() does not end the others' waiting: {error}"
             ) from error
         raise AssertionError(f"data channel {self.name!r}, {what}: it came to an end all the same")
-
-
-def _accelerator(node: int) -> dr.Place:
-    """Return an accelerator of a node, another one for each node where all of them see the same."""
-    names = [device.name for device in dr.nodes()[node].devices if device.name != "cpu"]
-    if not names:
-        raise dr.UsageError(f"this data channel takes tensors of GPUs only, and node {node} offers none")
-    return dr.place(node, f"accelerator:{names[node % len(names)].partition(':')[2]}")
-
-
-@contextmanager
-def _killed(pid: int) -> Iterator[None]:
-    """Hold a worker still for the length of a `with` block, then kill it."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGKILL)
-
-
-def _moved(value: torch.Tensor, place: dr.Place) -> torch.Tensor:
-    assert isinstance(value, dr.DistributedTensor)
-    return value.to(place)
-
-
-def _op(name: str) -> Op:
-    found: Op = dr.premul_sum(_FACTOR) if name == "PREMUL_SUM" else getattr(dr.ReduceOp, name)
-    return found
-
-
-def _reduced(op: str, rows: Tensors) -> torch.Tensor:
-    dtype = rows[0].dtype
-    whole = torch.stack([row.to(torch.float64 if dtype.is_floating_point else torch.int64) for row in rows])
-    match op:
-        case "SUM":
-            result = whole.sum(0)
-        case "AVG":
-            result = whole.mean(0)
-        case "PREMUL_SUM":
-            result = (whole * _FACTOR).sum(0)
-        case "PRODUCT":
-            result = whole.prod(0)
-        case "MIN":
-            result = whole.amin(0)
-        case "MAX":
-            result = whole.amax(0)
-        case _:
-            bits = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}[op]
-            result = functools.reduce(bits, whole.unbind())
-    return result.to(dtype)
-
-
-def _same(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
-    """Raise `AssertionError` unless remote tensors hold what local ones do.
-
-    They agree to the bit, but for roundings of what is divided.
-    """
-    for rank, (here, expected) in enumerate(zip(dr.fetch(list(found)), wanted)):
-        # A bool may hold a 2, which compares equal to another that does.
-        if here.dtype == torch.bool:
-            here, expected = here.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
-        if not torch.equal(here, expected):
-            torch.testing.assert_close(
-                here, expected, msg=functools.partial("[{}] is wrong: {}".format, rank)
-            )
-
-
-def _text(tensor: torch.Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype)[6:]}"

@@ -1,0 +1,100 @@
+"""What the suite of data channels expects, computed here, and how it compares."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+import distruntime as dr
+
+from ..collectives.reductions import Op
+
+KINDS = (
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+)
+
+FACTOR = 0.5
+
+Tensors = list[torch.Tensor]
+
+
+def accelerator_of(node: int) -> dr.Place:
+    """Return an accelerator of a node, another one for each node where all of them see the same."""
+    names = [device.name for device in dr.nodes()[node].devices if device.name != "cpu"]
+    if not names:
+        raise dr.UsageError(f"this data channel takes tensors of GPUs only, and node {node} offers none")
+    return dr.place(node, f"accelerator:{names[node % len(names)].partition(':')[2]}")
+
+
+@contextmanager
+def killed(pid: int) -> Iterator[None]:
+    """Hold a worker still for the length of a `with` block, then kill it."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def move_to(value: torch.Tensor, place: dr.Place) -> torch.Tensor:
+    assert isinstance(value, dr.DistributedTensor)
+    return value.to(place)
+
+
+def reduction_op(name: str) -> Op:
+    found: Op = dr.premul_sum(FACTOR) if name == "PREMUL_SUM" else getattr(dr.ReduceOp, name)
+    return found
+
+
+def reduced_here(op: str, rows: Tensors) -> torch.Tensor:
+    dtype = rows[0].dtype
+    whole = torch.stack([row.to(torch.float64 if dtype.is_floating_point else torch.int64) for row in rows])
+    match op:
+        case "SUM":
+            result = whole.sum(0)
+        case "AVG":
+            result = whole.mean(0)
+        case "PREMUL_SUM":
+            result = (whole * FACTOR).sum(0)
+        case "PRODUCT":
+            result = whole.prod(0)
+        case "MIN":
+            result = whole.amin(0)
+        case "MAX":
+            result = whole.amax(0)
+        case _:
+            bits = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}[op]
+            result = functools.reduce(bits, whole.unbind())
+    return result.to(dtype)
+
+
+def require_same(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
+    """Raise `AssertionError` unless remote tensors hold what local ones do.
+
+    They agree to the bit, but for roundings of what is divided.
+    """
+    for rank, (here, expected) in enumerate(zip(dr.fetch(list(found)), wanted)):
+        # A bool may hold a 2, which compares equal to another that does.
+        if here.dtype == torch.bool:
+            here, expected = here.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
+        if not torch.equal(here, expected):
+            torch.testing.assert_close(
+                here, expected, msg=functools.partial("[{}] is wrong: {}".format, rank)
+            )
+
+
+def text_of(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype)[6:]}"

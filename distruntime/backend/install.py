@@ -30,7 +30,8 @@ from ..operators.special import SPECIAL
 from ..session.session import active, active_session
 from ..session.spelling import named, require_alone, twin_on
 from ..tensors.parameters import install_parameters, keeping
-from ..tensors.sparse_operators import SPARSE, install_sparse
+from ..tensors.sparse import install_sparse
+from ..tensors.sparse_operators import SPARSE
 from ..tensors.subclasses import install_subclasses, plain_operands
 from ..tensors.tensor import DistributedTensor
 from .accelerator import install_accelerator

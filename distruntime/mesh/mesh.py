@@ -42,11 +42,9 @@ Names = tuple[str, ...]
 class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
     """Members in the shape of a mesh, the last dimension innermost; its dimensions may have names.
 
-    A torch DeviceMesh, too.
-
-    As a context, new tensors go to it. `mesh["tp"]` is the same members seen along some dimensions,
-    `mesh.select(dp=0)` a part of them. Tensors of meshes with the same members combine, whatever their
-    shapes.
+    A torch DeviceMesh, too. As a context, new tensors go to it. `mesh["tp"]` is the same members seen along
+    some dimensions, `mesh.select(dp=0)` a part of them. Tensors of meshes with the same members combine,
+    whatever their shapes.
     """
 
     def __init__(
@@ -56,8 +54,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         # The mesh holds its place, so that nobody else gets its number.
         self._home = self._mesh_log.residence()
         # A mesh like `mesh["tp"]` shows some dimensions of another one, which is `_whole`. A flattened
-        # dimension is several of these, row by row. `_dims` are
-        # their numbers there.
+        # dimension is several of these, row by row. `_dims` are their numbers there.
         self._whole = self
         self._dims: tuple[tuple[int, ...], ...] = tuple((dim,) for dim in range(len(shape)))
         self._sizes = tuple(shape)
@@ -386,8 +383,7 @@ def init_device_mesh(
 
     Args:
         device_type: "cpu" (each node's CPU), "cuda" (all GPUs of all nodes), "accelerator" (those of any
-            kind), or the members themselves,
-            node numbers or places.
+            kind), or the members themselves, node numbers or places.
         mesh_shape: the size of each dimension, (2, 4), or names and sizes, [("data", 2), ("tensor", 4)];
             the last is innermost. Of a `Layout` the mesh also has its other groups:
             `mesh.lines("model")`, `mesh.lines("moe_ep")`.

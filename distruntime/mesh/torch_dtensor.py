@@ -396,6 +396,3 @@ class _Draws:
     def _distribute_region(self, spec: Any, generator: torch.Generator | None = None) -> Any:
         drawing = getattr(spec.mesh, "drawing", None)
         return contextlib.nullcontext() if drawing is None else drawing(spec.placements, generator)
-
-
-__all__ = ["DistributedTensor", "prepare"]

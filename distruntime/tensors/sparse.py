@@ -7,10 +7,11 @@ So no worker knows of it. It has what training asks of such a gradient, and refu
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, SupportsIndex, TypeAlias
 
 import torch
+from torch.utils import _pytree
 
 from ..errors import NotSupportedError, of_caller, without_our_frames
 from ..log.handle import Place
@@ -167,3 +168,20 @@ def made_of(
     return torch.sparse_coo_tensor(
         indices, values, tuple(size), is_coalesced=coalesced, check_invariants=False
     )
+
+
+def _open(sparse: SparseTensor) -> tuple[list[torch.Tensor], tuple[torch.Size, bool]]:
+    return list(sparse._parts), (sparse.shape, sparse._coalesced)
+
+
+def _close(parts: Iterable[torch.Tensor], about: tuple[torch.Size, bool]) -> torch.Tensor:
+    indices, values = parts
+    return made_of(indices, values, *about)
+
+
+def install_sparse() -> None:
+    """Let what opens trees open these, so that fetching one fetches its parts, once per process."""
+    if SparseTensor not in _pytree.SUPPORTED_NODES:
+        _pytree.register_pytree_node(
+            SparseTensor, _open, _close, serialized_type_name="distruntime.SparseTensor"
+        )

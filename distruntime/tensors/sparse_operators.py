@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 
 from ..errors import of_caller
 from ..operators.propagate import Operator
@@ -398,20 +397,3 @@ KERNELS.update(
         **_named("t transpose", _transpose),
     }
 )
-
-
-def _open(sparse: SparseTensor) -> tuple[list[torch.Tensor], tuple[torch.Size, bool]]:
-    return list(sparse._parts), (sparse.shape, sparse._coalesced)
-
-
-def _close(parts: Iterable[torch.Tensor], about: tuple[torch.Size, bool]) -> torch.Tensor:
-    indices, values = parts
-    return made_of(indices, values, *about)
-
-
-def install_sparse() -> None:
-    """Let what opens trees open these, so that fetching one fetches its parts, once per process."""
-    if SparseTensor not in _pytree.SUPPORTED_NODES:
-        _pytree.register_pytree_node(
-            SparseTensor, _open, _close, serialized_type_name="distruntime.SparseTensor"
-        )

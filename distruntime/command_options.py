@@ -102,6 +102,22 @@ def command_parser(description: str | None = None) -> argparse.ArgumentParser:
     commands.add_parser(
         "repl", help="open a prompt with a session, in IPython if it is installed", parents=[session]
     )
+    _add_comm(commands, session)
+    _add_run(commands)
+    commands.add_parser(
+        "key",
+        help="print your public signing key, for the trusted-keys file of others; make one if needed",
+    )
+    _add_looks(commands)
+    add_launch(commands)
+    return parser
+
+
+_Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def _add_comm(commands: _Commands, session: argparse.ArgumentParser) -> None:
+    """Add the command that tries collectives."""
     comm = commands.add_parser(
         "comm", help="try the collectives between workers, and time them", parents=[session]
     )
@@ -112,6 +128,10 @@ def command_parser(description: str | None = None) -> argparse.ArgumentParser:
         help="bytes for each member, with commas between, and K, M or G behind (default: 1K,1M,16M)",
     )
     comm.add_argument("--data-channel", default="auto", metavar="NAME", help="such as gloo or nccl")
+
+
+def _add_run(commands: _Commands) -> None:
+    """Add the command that runs a script with a session, or as torchrun does."""
     run = commands.add_parser(
         "run",
         help="run a script with a session, such as one for CUDA with --as-cuda, or under torchrun's flags",
@@ -159,13 +179,6 @@ def command_parser(description: str | None = None) -> argparse.ArgumentParser:
         )
     run.add_argument("script", metavar="SCRIPT", help="the file to run")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
-    commands.add_parser(
-        "key",
-        help="print your public signing key, for the trusted-keys file of others; make one if needed",
-    )
-    _add_looks(commands)
-    add_launch(commands)
-    return parser
 
 
 def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -31,28 +31,7 @@ def add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="N",
         help="the number of workers (here: 2; by Slurm: one for each task; with --mpi: of processes)",
     )
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--hosts", metavar="A,B", help="start a worker on each of these machines, by ssh")
-    where.add_argument(
-        "--hostfile",
-        type=Path,
-        metavar="FILE",
-        help="the same for the machines of a file: a line for each, such as `gpu1 slots=2`",
-    )
-    where.add_argument(
-        "--slurm",
-        action="store_true",
-        help="start workers by srun in this allocation; where there is none, submit a job to sbatch",
-    )
-    where.add_argument(
-        "--mpi",
-        action="store_true",
-        help="this is one of the processes of mpirun or srun: rank 0 runs the script, the others are workers",
-    )
-    where.add_argument("--ray", action="store_true", help="start workers as actors of a Ray cluster")
-    where.add_argument(
-        "--kubernetes", action="store_true", help="print a Job for Kubernetes: with --dry-run, --image"
-    )
+    _add_where(parser)
     parser.add_argument(
         "--simulate-cuda",
         type=_count,
@@ -84,6 +63,32 @@ def add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--no-python", action="store_true", help="SCRIPT is a program, and no script of Python"
     )
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="with its arguments")
+
+
+def _add_where(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say who starts the workers, of which one is given."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--hosts", metavar="A,B", help="start a worker on each of these machines, by ssh")
+    where.add_argument(
+        "--hostfile",
+        type=Path,
+        metavar="FILE",
+        help="the same for the machines of a file: a line for each, such as `gpu1 slots=2`",
+    )
+    where.add_argument(
+        "--slurm",
+        action="store_true",
+        help="start workers by srun in this allocation; where there is none, submit a job to sbatch",
+    )
+    where.add_argument(
+        "--mpi",
+        action="store_true",
+        help="this is one of the processes of mpirun or srun: rank 0 runs the script, the others are workers",
+    )
+    where.add_argument("--ray", action="store_true", help="start workers as actors of a Ray cluster")
+    where.add_argument(
+        "--kubernetes", action="store_true", help="print a Job for Kubernetes: with --dry-run, --image"
+    )
 
 
 def _add_for_clusters(parser: argparse.ArgumentParser) -> None:

@@ -24,6 +24,31 @@ def parser() -> argparse.ArgumentParser:
         ),
         allow_abbrev=False,
     )
+    _add_meeting(parser)
+    _add_work(parser)
+    _add_reports(parser)
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help='take settings from FILE too: TOML, with lines such as  listen = "tcp://0.0.0.0:29400"',
+    )
+    parser.add_argument(
+        "--print-systemd",
+        action="store_true",
+        help="print a unit of systemd that runs this worker with these arguments, and do nothing else",
+    )
+    parser.add_argument("--version", action="version", version=f"distruntime {__version__}")
+    # local_workers.py passes this: the worker ends with its last session.
+    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
+    # local_workers.py passes this: the master with this process id started the worker. It writes the key to
+    # stdin, and keeps stdin open for as long as it lives.
+    parser.add_argument("--local", type=int, metavar="PID", help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_meeting(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where masters are met."""
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument(
         "--listen",
@@ -37,6 +62,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="K",
         help="ask that master for node number K; `rank`: the number that mpirun, srun or Kubernetes gives",
     )
+
+
+def _add_work(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what the worker offers, and to whom."""
     parser.add_argument(
         "--devices",
         type=_names,
@@ -91,6 +120,10 @@ def parser() -> argparse.ArgumentParser:
             "any free port)"
         ),
     )
+
+
+def _add_reports(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what the worker tells of itself, and where."""
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     parser.add_argument(
         "--log-file",
@@ -113,24 +146,6 @@ def parser() -> argparse.ArgumentParser:
             "a host is given; `distruntime-worker token` prints the word that /metrics wants"
         ),
     )
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help='take settings from FILE too: TOML, with lines such as  listen = "tcp://0.0.0.0:29400"',
-    )
-    parser.add_argument(
-        "--print-systemd",
-        action="store_true",
-        help="print a unit of systemd that runs this worker with these arguments, and do nothing else",
-    )
-    parser.add_argument("--version", action="version", version=f"distruntime {__version__}")
-    # local_workers.py passes this: the worker ends with its last session.
-    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
-    # local_workers.py passes this: the master with this process id started the worker. It writes the key to
-    # stdin, and keeps stdin open for as long as it lives.
-    parser.add_argument("--local", type=int, metavar="PID", help=argparse.SUPPRESS)
-    return parser
 
 
 def keygen_parser() -> argparse.ArgumentParser:

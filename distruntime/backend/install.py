@@ -101,22 +101,7 @@ def install() -> None:
         _guards.append(_Guard())
         torch._C._acc.register_python_privateuseone_device_guard(_guards[0])
     _library.append(torch.library.Library("aten", "IMPL"))
-    for backend in ("Lazy", "PrivateUse1", BARE.upper()):
-        for op in _FACTORIES:
-            _implement(op, _factory(op), backend)
-    for backend in ("Lazy", "PrivateUse1"):
-        _implement(_aten.copy_.default, _copy, backend)
-        _implement(_aten._copy_from.default, _copy_from, backend)
-        _implement(_aten._local_scalar_dense.default, _read, backend)
-        for op in _WHOLE:
-            _implement(op, functools.partial(_fallback, op), backend)
-    for op, kernel in KERNELS.items():
-        _implement(op, without_our_frames(_on_plain(kernel)), "AutogradLazy")
-    for op, kernel in QUICK.items():
-        _implement(op, kernel, "AutogradLazy")
-    for backend in ("Lazy", "PrivateUse1"):
-        _library.append(torch.library.Library("_", "IMPL"))
-        _library[-1].fallback(_fallback, backend)
+    _install_kernels()
     if key == "privateuseone":
         _library.append(torch.library.Library("_", "IMPL"))
         install_autocast(_library[0], _library[-1])
@@ -152,6 +137,26 @@ def install() -> None:
     torch.Tensor.dist_send = dist_send  # type: ignore[attr-defined]
     hide(__name__.partition(".")[0])
     os.register_at_fork(after_in_child=_forked)
+
+
+def _install_kernels() -> None:
+    """Give torch's dispatcher the kernels of remote tensors."""
+    for backend in ("Lazy", "PrivateUse1", BARE.upper()):
+        for op in _FACTORIES:
+            _implement(op, _factory(op), backend)
+    for backend in ("Lazy", "PrivateUse1"):
+        _implement(_aten.copy_.default, _copy, backend)
+        _implement(_aten._copy_from.default, _copy_from, backend)
+        _implement(_aten._local_scalar_dense.default, _read, backend)
+        for op in _WHOLE:
+            _implement(op, functools.partial(_fallback, op), backend)
+    for op, kernel in KERNELS.items():
+        _implement(op, without_our_frames(_on_plain(kernel)), "AutogradLazy")
+    for op, kernel in QUICK.items():
+        _implement(op, kernel, "AutogradLazy")
+    for backend in ("Lazy", "PrivateUse1"):
+        _library.append(torch.library.Library("_", "IMPL"))
+        _library[-1].fallback(_fallback, backend)
 
 
 def await_imports() -> None:

@@ -71,6 +71,38 @@ def check(
     resume: object,
 ) -> None:
     """Raise `ConfigurationError` for an argument that cannot be, or that another one excludes."""
+    _check_channels(backend, data_channel)
+    _check_workers(world_size, max_world_size, workers, listen)
+    if isinstance(simulate_cuda, bool) or not isinstance(simulate_cuda, int) or not 0 <= simulate_cuda <= 127:
+        raise ConfigurationError(
+            "simulate_cuda is a number of GPUs per worker from 0 to 127, the most that torch can tell "
+            f"apart; got {simulate_cuda!r}"
+        )
+    if launcher is not None and not isinstance(launcher, Launcher):
+        raise ConfigurationError(f"launcher is a distruntime.Launcher, got {launcher!r}")
+    if launcher is not None and workers is not None:
+        raise ConfigurationError(
+            "workers= attaches to running daemons and launcher= starts workers: give one of the two"
+        )
+    starts = workers is None and (listen is None or launcher is not None)
+    if restart_workers and not starts and not need_ssh(workers or []):
+        raise ConfigurationError(
+            "restart_workers is for workers that are started here; daemons are their own supervisor's to "
+            "restart"
+        )
+    if simulate_cuda and not starts:
+        raise ConfigurationError(
+            "simulate_cuda is for workers that are started here; give running daemons --simulate-cuda "
+            "themselves, and addresses of ssh:// the option simulate_cuda"
+        )
+    if resume not in (True, False, "auto"):
+        raise ConfigurationError(
+            f'resume is True, False or "auto", which attaches to the session if it is there and begins it if '
+            f"not; got {resume!r}"
+        )
+
+
+def _check_channels(backend: str, data_channel: Choice) -> None:
     if backend in ("tcp", "tcp+tls", "mpi", "gloo", "nccl", "xccl"):
         raise ConfigurationError(
             f"backend={backend!r} names a channel between workers; the command channel is always "
@@ -91,6 +123,11 @@ def check(
             f'data_channel is a name or {{"cuda": name, "cpu": name}}, got {data_channel!r}; the types of '
             f"devices are {', '.join(sorted(_KINDS))}"
         )
+
+
+def _check_workers(
+    world_size: int | None, max_world_size: int | None, workers: Sequence[str] | None, listen: str | None
+) -> None:
     if isinstance(workers, str):
         raise ConfigurationError(f"workers is a list of addresses, got one string: workers=[{workers!r}]")
     if isinstance(workers, int):
@@ -132,33 +169,6 @@ def check(
             f"max_world_size is a number of workers, at least world_size ({world_size}), and goes with "
             f"listen=: got {max_world_size!r}"
             + ("" if listen is not None else ". Elsewhere dr.add_worker() adds one")
-        )
-    if isinstance(simulate_cuda, bool) or not isinstance(simulate_cuda, int) or not 0 <= simulate_cuda <= 127:
-        raise ConfigurationError(
-            "simulate_cuda is a number of GPUs per worker from 0 to 127, the most that torch can tell "
-            f"apart; got {simulate_cuda!r}"
-        )
-    if launcher is not None and not isinstance(launcher, Launcher):
-        raise ConfigurationError(f"launcher is a distruntime.Launcher, got {launcher!r}")
-    if launcher is not None and workers is not None:
-        raise ConfigurationError(
-            "workers= attaches to running daemons and launcher= starts workers: give one of the two"
-        )
-    starts = workers is None and (listen is None or launcher is not None)
-    if restart_workers and not starts and not need_ssh(workers or []):
-        raise ConfigurationError(
-            "restart_workers is for workers that are started here; daemons are their own supervisor's to "
-            "restart"
-        )
-    if simulate_cuda and not starts:
-        raise ConfigurationError(
-            "simulate_cuda is for workers that are started here; give running daemons --simulate-cuda "
-            "themselves, and addresses of ssh:// the option simulate_cuda"
-        )
-    if resume not in (True, False, "auto"):
-        raise ConfigurationError(
-            f'resume is True, False or "auto", which attaches to the session if it is there and begins it if '
-            f"not; got {resume!r}"
         )
 
 

@@ -167,28 +167,8 @@ def init_master_worker(
     raise_limit()
     sweep()
     found = _noted(name, resume is True) if resume and not (workers or listen) and name is not None else None
-    if torch.cuda.is_initialized():
-        # Who has used a GPU here would hear of it from an assertion in torch's C++, some lines later.
-        warnings.warn(ONE_ACCELERATOR, stacklevel=2)
-    install()
-    install_dynamo()
-    install_data_parallel()
-    warm_malloc()
-    say = options.say
-    try:
-        if found is not None:
-            opened = resume_entry(options, found, world_size)
-        elif workers is not None:
-            opened = attach(options, list(workers))
-        elif listen is not None:
-            assert world_size is not None
-            opened = gather_at(options, listen, world_size)
-        else:
-            opened = start(options, WORLD_SIZE if world_size is None else world_size)
-    except BaseException:
-        # A traceback must not begin in the line that says what is waited for.
-        say("\n")
-        raise
+    _install()
+    opened = _open(options, found, world_size, workers, listen)
     opened.groups = Groups(opened, data_channel)
     opened.start()
     opened.groups.meeting.start()
@@ -211,6 +191,7 @@ def init_master_worker(
     except BaseException:
         opened.shutdown(raise_unread=False)
         raise
+    say = options.say
     say(nodes_table(opened) + "\n")
     say(f"new tensors go to {opened.places.current().place}   (dr.set_place(...) to change)\n")
     say(taken)
@@ -220,6 +201,40 @@ def init_master_worker(
         say(f'began session "{name}"\n')
     await_imports()
     return held
+
+
+def _install() -> None:
+    """Teach torch in this process what a session needs."""
+    if torch.cuda.is_initialized():
+        # Who has used a GPU here would hear of it from an assertion in torch's C++, some lines later.
+        warnings.warn(ONE_ACCELERATOR, stacklevel=3)
+    install()
+    install_dynamo()
+    install_data_parallel()
+    warm_malloc()
+
+
+def _open(
+    options: SessionOptions,
+    found: Entry | None,
+    world_size: int | None,
+    workers: Sequence[str] | None,
+    listen: str | None,
+) -> inner.Session:
+    """Open a session: the one that was noted, on workers that run, on those that dial, or on new ones."""
+    try:
+        if found is not None:
+            return resume_entry(options, found, world_size)
+        if workers is not None:
+            return attach(options, list(workers))
+        if listen is not None:
+            assert world_size is not None
+            return gather_at(options, listen, world_size)
+        return start(options, WORLD_SIZE if world_size is None else world_size)
+    except BaseException:
+        # A traceback must not begin in the line that says what is waited for.
+        options.say("\n")
+        raise
 
 
 def _forget(session: inner.Session) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,15 +13,19 @@ import torch
 from ..errors import CheckpointError, UsageError, without_our_frames
 from ..log.node import Node
 from ..python.weights import Laid, load_weights
+from ..session.requests import Request
 from ..session.session import Session, active_session
 from ..session.spelling import require_alone
-from ..wire.messages import IndexSummary, ListFolder, ReadIndex
+from ..wire.messages import FolderListing, IndexSummary, ListFolder, ReadIndex
 from .phases import VERSION, other_version
 from .reading import StoredCheckpoint, await_all
 from .save import folder_of, under_way
 from .tree import Json
 
 log = logging.getLogger("distruntime")
+
+# The nodes that have a file of a size.
+Holders = dict[tuple[str, int], list[Node]]
 
 _DECODER = json.JSONDecoder()
 
@@ -100,22 +105,7 @@ def find_newest(session: Session, folder: str) -> StoredCheckpoint | None:
         session.nodes[0].require_alive()
     looks = [session.ask(node, ListFolder, folder) for node in nodes]
     await_all(session, looks)
-    holders: dict[tuple[str, int], list[Node]] = {}
-    indexes: dict[str, tuple[Node, IndexSummary]] = {}
-    problems: list[str] = []
-    for node, look in zip(nodes, looks):
-        for file, nbytes in look.value.sizes.items():
-            holders.setdefault((file, nbytes), []).append(node)
-        for summary in look.value.indexes:
-            if summary.problem:
-                problems.append(f"{summary.name} on {node}: {summary.problem}")
-            elif summary.version != VERSION:
-                raise CheckpointError(
-                    other_version(folder, summary.version)
-                    + ": load it with the distruntime that wrote it, and save it anew"
-                )
-            else:
-                indexes.setdefault(summary.save, (node, summary))
+    holders, indexes, problems = _looked(folder, nodes, looks)
     for node, summary in sorted(
         indexes.values(), key=lambda found: (found[1].number, found[1].save), reverse=True
     ):
@@ -127,18 +117,7 @@ def find_newest(session: Session, folder: str) -> StoredCheckpoint | None:
                     folder,
                     "; ".join(problems),
                 )
-            text = session.value(session.ask(node, ReadIndex, folder, summary.name))
-            try:
-                index: dict[str, Json] = _DECODER.decode(text)
-                same = index["save"] == summary.save
-            except (ValueError, TypeError, KeyError, RecursionError) as error:
-                raise CheckpointError(
-                    f"the index of the checkpoint in {folder} makes no sense: {error!r}"
-                ) from None
-            if not same:
-                raise CheckpointError(
-                    f"the checkpoint in {folder} was replaced while it was being read: load it again"
-                )
+            index = _read_index(session, node, folder, summary)
             files = {file: holders[file, nbytes] for file, nbytes in summary.files}
             return StoredCheckpoint(session, folder, summary.save, index, files)
         sizes_of = {file: sorted(nbytes for name, nbytes in holders if name == file) for file in missing}
@@ -154,3 +133,41 @@ def find_newest(session: Session, folder: str) -> StoredCheckpoint | None:
             "or attach the workers that have them"
         )
     return None
+
+
+def _looked(
+    folder: str, nodes: Sequence[Node], looks: Sequence[Request[FolderListing]]
+) -> tuple[Holders, dict[str, tuple[Node, IndexSummary]], list[str]]:
+    """Return which nodes have each file of a size, the index of each save, and what is wrong with some."""
+    holders: Holders = {}
+    indexes: dict[str, tuple[Node, IndexSummary]] = {}
+    problems: list[str] = []
+    for node, look in zip(nodes, looks):
+        for file, nbytes in look.value.sizes.items():
+            holders.setdefault((file, nbytes), []).append(node)
+        for summary in look.value.indexes:
+            if summary.problem:
+                problems.append(f"{summary.name} on {node}: {summary.problem}")
+            elif summary.version != VERSION:
+                raise CheckpointError(
+                    other_version(folder, summary.version)
+                    + ": load it with the distruntime that wrote it, and save it anew"
+                )
+            else:
+                indexes.setdefault(summary.save, (node, summary))
+    return holders, indexes, problems
+
+
+def _read_index(session: Session, node: Node, folder: str, summary: IndexSummary) -> dict[str, Json]:
+    """Return the index of a save; raise `CheckpointError` where it makes no sense, or is another by now."""
+    text = session.value(session.ask(node, ReadIndex, folder, summary.name))
+    try:
+        index: dict[str, Json] = _DECODER.decode(text)
+        same = index["save"] == summary.save
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(f"the index of the checkpoint in {folder} makes no sense: {error!r}") from None
+    if not same:
+        raise CheckpointError(
+            f"the checkpoint in {folder} was replaced while it was being read: load it again"
+        )
+    return index

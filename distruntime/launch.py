@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from . import launch_hosts as hosts
-from .cluster.commands import dialled_at
 from .cluster.local_workers import LocalLauncher
 from .cluster.log_files import log_folder
 from .cluster.named_sessions import folder
@@ -22,7 +21,7 @@ from .launching import kubernetes, ranks, slurm
 from .launching.job import Job, Meeting, run
 from .launching.programs import end_with_parent
 from .launching.script import Script, command
-from .session.launcher import Launcher, LaunchSpec
+from .session.launcher import Launcher, LaunchSpec, dialled_at
 from .wire.deadlines import CONNECT, UNREACHABLE
 from .wire.keys import KeyPair, choose, default_path, needs_key
 from .wire.scratch import remove, scratch_folder

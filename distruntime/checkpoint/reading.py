@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UsageError
 from ..log.handle import Handle, Place, Residence, new_value
 from ..log.node import Node
 from ..log.spec import Spec, spec
@@ -24,7 +24,6 @@ from ..tensors.tensor import DistributedTensor
 from ..tensors.uneven import together
 from ..tensors.worker_functions import issue_function
 from ..wire.codec import dtype_name, dtype_named
-from .alike import require_alike
 from .save import GRAD, PARAMETER, SMALL, host_of, send_plan
 from .sharded import Part, Sharded, assembled, on_mesh, overlap, parts_for
 from .stored import Target, TensorEntry, leaf_fields
@@ -329,3 +328,36 @@ class StoredCheckpoint:
                 f"the index of the checkpoint in {self.folder} makes no sense: {type(error).__name__}: "
                 f"{error}"
             ) from None
+
+
+# How a worker finds a tensor: the file, the tensor's name there, its dtype, sizes and strides.
+Row = list[object]
+
+
+def require_alike(
+    wanted: Mapping[str, Sequence[Row]],
+    holders: Mapping[str, Sequence[Node]],
+    ask: Callable[[Node, list[Row]], Handle],
+    mesh: Mesh | None,
+) -> None:
+    """Raise `UsageError` for a tensor of which members held different values. Block until workers have said.
+
+    `wanted` has the members' rows of each tensor. `holders` are the nodes that have each file. The tensors go
+    to `mesh`, or to one place if that is None. `ask` asks a node for the checksums of rows.
+    """
+    by_node: dict[Node, list[Row]] = {}
+    for rows in wanted.values():
+        for row in rows:
+            by_node.setdefault(holders[str(row[0])][0], []).append(row)
+    asked = [(rows, ask(node, rows)) for node, rows in by_node.items()]
+    sums: dict[object, int] = {}
+    for rows, answer in asked:
+        sums.update(zip((row[1] for row in rows), download(answer, "explicit load").tolist(), strict=True))
+    for key, rows in wanted.items():
+        if len({(sums[name], str(rest)) for _, name, *rest in rows}) > 1:
+            got = f"; got one of {len(mesh.places)}" if mesh is not None else ""
+            raise UsageError(
+                f"{key!r} was on a mesh of {len(rows)} members, and needs a mesh of as many: dr.load(path, "
+                f"place=mesh), with dr.init_device_mesh of {len(rows)} places{got}. Its members held "
+                "different values, and only what they held alike can go elsewhere"
+            )

@@ -11,11 +11,10 @@ from pathlib import Path
 from ..errors import ConnectionFailed
 from ..log.handle import ranges
 from ..log.node import Node
-from ..session.launcher import Launcher, WorkerProcess
+from ..session.launcher import Launcher, WorkerProcess, worker_command
 from ..session.session import Session
 from ..wire.messages import Detach, Goodbye
 from ..wire.scratch import remove
-from .commands import worker_command
 from .connection import Connection
 from .connector import Connector
 

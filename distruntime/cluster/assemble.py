@@ -19,7 +19,7 @@ from ..errors import ConfigurationError, ConnectionFailed
 from ..launching.ssh_session import SshSession, need_ssh
 from ..log.node import Node
 from ..publishing.listing import published
-from ..session.launcher import LaunchSpec
+from ..session.launcher import LaunchSpec, dialled_at, worker_command
 from ..session.session import Session
 from ..wire.channel import Channel
 from ..wire.deadlines import UNREACHABLE
@@ -27,7 +27,6 @@ from ..wire.keys import KeyPair, choose, default_path, is_local, warn_of_strange
 from ..wire.scratch import hold, let_go, remove, scratch_folder
 from ..wire.units import span
 from .arrivals import SessionOptions, all_or_nothing, meet
-from .commands import dialled_at, worker_command
 from .connector import Connector, refuses
 from .local_workers import LocalLauncher
 from .log_files import log_folder

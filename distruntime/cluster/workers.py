@@ -12,11 +12,11 @@ from pathlib import Path
 from ..errors import ConfigurationError, ConnectionFailed, UsageError, without_our_frames
 from ..launching.ssh_address import is_ssh
 from ..log.node import Node
+from ..session.launcher import worker_command
 from ..session.session import Session, active_session
 from ..wire.deadlines import CONNECT
 from ..wire.keys import choose
 from ..wire.messages import Goodbye
-from .commands import worker_command
 from .connection import Connection
 from .connector import Connector
 

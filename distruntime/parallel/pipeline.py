@@ -18,8 +18,7 @@ from ..errors import ConfigurationError, PlacementError, UsageError, without_our
 from ..log.handle import Residence
 from .norms import clip
 from .orders import Orders, class_named, forward_orders, grid, merged, orders_of, ranks_of
-from .stage import Stage, home_of, require_apart, require_loss
-from .ways import Ways
+from .stage import Stage, Ways, home_of, require_apart, require_loss
 
 _torch: Any = schedules
 _Runtime: Any = _torch._PipelineScheduleRuntime

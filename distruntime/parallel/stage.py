@@ -7,7 +7,8 @@ modules and values are elsewhere. So a stage hands a value on, and the next one 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -22,9 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import NotSupportedError, PlacementError, UsageError
 from ..log.handle import Residence
+from ..streams.stream import Stream
 from ..tensors.tensor import DistributedTensor
 from ..tensors.uneven import UnevenTensor
-from .ways import Ways
 
 _Base: Any = _PipelineStageBase
 _node_of: Any = _backward._get_grad_fn_or_grad_acc
@@ -344,3 +345,33 @@ def require_apart(modules: Sequence[torch.nn.Module], unit: str) -> None:
                     "for itself: keep both in one, or untie them before, "
                     "module.weight = nn.Parameter(module.weight.clone())"
                 )
+
+
+class Ways:
+    """The streams of a pipeline's copies: for each place one that sends, and two that receive.
+
+    One receives what goes forward, the other one gradients, as neither may wait for the other. A copy between
+    nodes takes both of them: the one sends while the other one receives. In the stream that computes, a stage
+    that has finished a pass would wait until its neighbour has, too.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[Residence, str], Stream] = {}
+
+    def _stream(self, home: Residence, what: str) -> Stream:
+        found = self._streams.get((home, what))
+        if found is None:
+            found = self._streams[home, what] = Stream(home.device)
+        return found
+
+    @contextmanager
+    def between(self, source: Residence, target: Residence, kind: str) -> Iterator[None]:
+        """Let copies from one place to another go these ways. `kind` is "forward" or "back".
+
+        Copies between meshes are the members' own, and copies within a node wait for nobody.
+        """
+        if source.node is target.node or source.node.members or target.node.members:
+            yield
+            return
+        with self._stream(source, "send"), self._stream(target, kind):
+            yield

@@ -260,7 +260,7 @@ for _what in "neg pos abs invert".split():
 
 
 def _parts(whole: memoryview) -> list[memoryview]:
-    """Return the parts of a parcel: see `parcel.py` of the worker's room of this name."""
+    """Return the parts of a parcel: see `calls.py` of the worker's room of this name."""
     end = 8 + int.from_bytes(whole[:8], "little")
     found = []
     for nbytes in msgpack.unpackb(whole[8:end]):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from ..wire.address import host_of
 
 
 @dataclass(frozen=True)
@@ -128,3 +131,18 @@ class Routes(Protocol):
 
     def missing(self, one: int, other: int) -> str:
         """Return which route is missing between two nodes, and why; nothing if there is one."""
+
+
+def dialled_at(address: str) -> str:
+    """Return where others dial what listens at an address: a wildcard stands for this machine's name."""
+    port = address.rpartition(":")[2]
+    return f"tcp://{socket.gethostname()}:{port}" if host_of(address) in ("*", "0.0.0.0", "::") else address
+
+
+def worker_command(address: str, *, dials: bool) -> str:
+    """Return the command of a worker that dials an address, or listens there."""
+    return (
+        f"distruntime-worker --master {dialled_at(address)}"
+        if dials
+        else f"distruntime-worker --listen {address}"
+    )

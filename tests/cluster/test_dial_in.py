@@ -15,7 +15,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE
-from distruntime.cluster.commands import worker_command
+from distruntime.session.launcher import worker_command
 from distruntime.session.session import active_session
 from processes import STARTING, Child, until
 

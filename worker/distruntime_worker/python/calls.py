@@ -16,10 +16,11 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import cloudpickle
+import msgpack
 import torch
 
 from distruntime.errors import NotSupportedError, ProtocolError, UsageError
-from distruntime.wire.codec import END, unpack_constant
+from distruntime.wire.codec import ALIGNED, END, tensor_bytes, unpack_constant
 from distruntime.wire.messages import Plain
 
 from ..machine import accelerator
@@ -29,7 +30,6 @@ from ..values.step import Operator
 from ..values.template import Template
 from . import iteration
 from .operations import named
-from .parcel import assembled
 from .running import Around
 from .skeleton import Real, arguments, load, missing
 from .structure import Memories, can_be_proxy, described, leaves, owned, strangers
@@ -222,7 +222,7 @@ class Calls:
             ) from error
         if not buffers and file.tell() <= INLINE:
             return file.getvalue()
-        return assembled([file.getbuffer(), *(buffer.raw() for buffer in buffers)])
+        return _assembled([file.getbuffer(), *(buffer.raw() for buffer in buffers)])
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -343,3 +343,24 @@ def _backward(tape: CallTape, *grads: torch.Tensor | None) -> list[torch.Tensor]
         if accelerator.asynchronous(grad.device):
             accelerator.used_on(grad, accelerator.current_stream(grad.device))
     return found
+
+
+def _assembled(parts: Sequence[memoryview]) -> torch.Tensor:
+    """Return a tensor of 8 bytes for a header's length, the header with each part's length, and the parts.
+
+    Each part begins at a multiple of `ALIGNED`. `distruntime/python/objects.py` takes it apart.
+    """
+    header: bytes = msgpack.packb([part.nbytes for part in parts])
+    places, end = [], 8 + len(header)
+    for part in parts:
+        begin = -(-end // ALIGNED) * ALIGNED
+        places.append(begin)
+        end = begin + part.nbytes
+    whole = torch.empty(end, dtype=torch.uint8)
+    room = tensor_bytes(whole)
+    room[:8] = len(header).to_bytes(8, "little")
+    room[8 : 8 + len(header)] = header
+    for begin, part in zip(places, parts):
+        if part.nbytes:
+            room[begin : begin + part.nbytes] = part.cast("B")
+    return whole

@@ -13,8 +13,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TypeVar
 
+from .cluster.absences import refuses
 from .cluster.connect import init_master_worker
-from .cluster.connector import refuses
 from .cluster.named_sessions import Entry, checked_name, drop, names, now, read
 from .cluster.nodes import doing, percent
 from .cluster.observe import Answer, Observer

@@ -26,8 +26,9 @@ from ..wire.deadlines import UNREACHABLE
 from ..wire.keys import KeyPair, choose, default_path, is_local, warn_of_strangers
 from ..wire.scratch import hold, let_go, remove, scratch_folder
 from ..wire.units import span
+from .absences import refuses
 from .arrivals import SessionOptions, all_or_nothing, meet
-from .connector import Connector, refuses
+from .connector import Connector
 from .local_workers import LocalLauncher
 from .log_files import log_folder
 from .named_sessions import Entry, delete, drop, now, read, write

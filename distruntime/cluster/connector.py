@@ -22,7 +22,7 @@ from types import MappingProxyType
 import torch
 
 from ..errors import ConfigurationError, ConnectionFailed
-from ..log.node import Absence, Node
+from ..log.node import Node
 from ..log.replies import devices_from
 from ..session.launched import last_words
 from ..session.session import Session
@@ -31,18 +31,11 @@ from ..wire.channel import PeerEvent
 from ..wire.identity import has_died, process
 from ..wire.messages import PROTOCOL, Bury, Goodbye, Hello, Join, Refused, Welcome
 from ..wire.units import span
+from .absences import look_for, refuses
 from .connection import Connection
 
 log = logging.getLogger("distruntime")
 
-# A connection usually takes fewer seconds. Later, somebody looks if anyone listens there at all.
-_SOON = 0.3
-# Nobody need hear of an absence of fewer seconds.
-_BRIEF = 1.0
-# Whoever has started a worker says how it ended. On a busy machine that comes some seconds after the end.
-_REPORTED = 10.0
-# A worker is taken to be dead when nobody was listening so often in a row.
-_REFUSALS = 2
 # Once all workers have come, so many seconds lie between two polls that do something.
 _LOOK = 0.1
 
@@ -238,7 +231,7 @@ class Connector:
             if node.presence.connecting:
                 self._look_after(node)
             if node.presence.absence is not None and node.failed is None:
-                self._look_for(node, now)
+                look_for(self.session, self.connections[node.index], node, self.grace, now)
 
     # -- a connection's way --------------------------------------------------------------------------------
 
@@ -294,21 +287,6 @@ class Connector:
                 self._lookups.discard(number)
 
         threading.Thread(target=look_up, name=f"distruntime-resolves-{number}", daemon=True).start()
-
-    def _probe(self, connection: Connection, absence: Absence, now: float) -> None:
-        """Have a thread find out if anyone listens where a connection takes longer than usual."""
-        if connection.is_tunnelled:
-            # The tunnel's end is here, and says nothing about the worker.
-            return
-
-        def probe(absence: Absence) -> None:
-            absence.refusals = absence.refusals + 1 if refuses(connection.address) else 0
-
-        for attempt in connection.attempts.values():
-            if not attempt.probed and attempt.greeted_at is None and now > attempt.dialled_at + _SOON:
-                attempt.probed = True
-                name = f"distruntime-probes-{connection.number}"
-                threading.Thread(target=probe, args=(absence,), name=name, daemon=True).start()
 
     def _hang_up(self, connection: Connection) -> None:
         while connection.abandoned:
@@ -489,32 +467,6 @@ class Connector:
 
     # -- workers that are away, and lost ones --------------------------------------------------------------
 
-    def _look_for(self, node: Node, now: float) -> None:
-        """Say that a worker is away, and declare it lost once that is certain or its time is over."""
-        absence, welcome = node.presence.absence, node.welcome
-        assert absence is not None
-        self._probe(self.connections[node.index], absence, now)
-        if has_died(welcome.process):
-            if self.session.workers.of(node) is None or now - absence.since > _REPORTED:
-                self.session.lose(node, f"(pid {welcome.pid}) died: the process is gone")
-        elif absence.refusals >= _REFUSALS and not _is_tunnelled(node):
-            self.session.lose(
-                node, f"died: its machine answers, and nobody listens at {node.address} any more"
-            )
-        elif now - absence.since > _BRIEF and not absence.told:
-            absence.told = True
-            log.warning(
-                "%s is unreachable: %s. The session waits for it, %s at most",
-                node,
-                absence.why,
-                span(self.grace),
-            )
-        elif now - absence.since > self.grace:
-            self.session.lose(
-                node,
-                f"was unreachable for {span(now - absence.since)}, since {absence.clock} ({absence.why})",
-            )
-
     def _look_after(self, node: Node) -> None:
         """Take note if the worker that was started in a lost one's place has ended, too."""
         workers = self.session.workers
@@ -549,31 +501,3 @@ def _has_name(address: str) -> bool:
     except ValueError:
         return bool(host)
     return False
-
-
-def refuses(address: str) -> bool:
-    """Whether the machine at an address says that nobody listens there. Block for two seconds at most."""
-    transport, _, rest = address.partition("://")
-    try:
-        if transport == "ipc":
-            # A socket of the wrong type never gets a connection: the kernel says EPROTOTYPE if somebody
-            # listens, and refuses otherwise. So the worker sees nothing, and does not warn of a stranger.
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
-                probe.connect(rest)
-        else:
-            host, _, port = rest.rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), 2.0).close()
-    except (ConnectionRefusedError, FileNotFoundError):
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def _is_tunnelled(node: Node) -> bool:
-    """Whether a worker is dialled at this machine's own address and runs on another one.
-
-    Then a tunnel ends here, and says nothing about the worker.
-    """
-    local = any(part in node.address for part in ("://127.", "://localhost", "://[::1]"))
-    return local and node.host != socket.gethostname()

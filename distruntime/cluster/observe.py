@@ -21,8 +21,8 @@ from ..wire.deadlines import UNREACHABLE
 from ..wire.inbox import Frames
 from ..wire.keys import KeyPair, choose, is_local
 from ..wire.messages import PROTOCOL, Question, Reply
+from .absences import refuses
 from .connection import Connection
-from .connector import refuses
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ import torch
 import distruntime as dr
 from distruntime import __main__ as command_line
 from distruntime.cluster import named_sessions
-from distruntime.cluster.connector import refuses
+from distruntime.cluster.absences import refuses
 from distruntime.cluster.observe import Answer, Observer
 from distruntime.looking import report
 from distruntime.session.session import active_session

@@ -24,7 +24,7 @@ import torch
 
 import distruntime as dr
 from distruntime.cluster import named_sessions as registry
-from distruntime.cluster.connector import refuses
+from distruntime.cluster.absences import refuses
 from distruntime.session.session import active_session
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode, encode

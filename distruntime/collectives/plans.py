@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
-from typing import ParamSpec, Protocol, TypeVar, cast
+from typing import ParamSpec, TypeVar, cast
 
 from ..errors import UsageError
 from ..log.handle import Place
@@ -40,24 +40,9 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-class Cache(Protocol):
-    """A function that remembers its results."""
-
-    def cache_info(self) -> object:
-        """Return how often it was called, and how many results it has."""
-
-    def cache_clear(self) -> None:
-        """Forget all results."""
-
-
-# Each of these functions has `cache_info()`.
-CACHED: list[Cache] = []
-
-
 def _planned(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    cached = lru_cache(maxsize=_REMEMBERED)(function)
-    CACHED.append(cached)
-    return cast(Callable[_Arguments, _Result], cached)
+    # Its own type forgets the arguments.
+    return cast(Callable[_Arguments, _Result], lru_cache(maxsize=_REMEMBERED)(function))
 
 
 def balanced(size: int, parts: int) -> Size:

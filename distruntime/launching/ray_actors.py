@@ -16,8 +16,8 @@ from ..session.launcher import Launcher, LaunchSpec, WorkerProcess
 from ..wire.keys import KeyPair
 from ..wire.scratch import scratch_folder
 
-# Ray has so many seconds to say that there is a cluster, and an actor so many to answer.
-_CLUSTER, _ANSWER = 30.0, 5.0
+# An actor has so many seconds to answer.
+_ANSWER = 5.0
 # An actor that has not begun by now waits for a machine with room for it.
 _BEGUN = 60.0
 

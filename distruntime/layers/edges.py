@@ -20,8 +20,6 @@ Tensors = list[torch.Tensor]
 # It says how many elements are put before and behind, for each dimension.
 Pads = Sequence[tuple[int, int]]
 
-MODES = ("zeros", "reflect", "replicate", "circular")
-
 
 def edged(xs: Sequence[torch.Tensor], on: Partition, pads: Pads, mode: str) -> Tensors:
     """Return the shards of the padded tensor. Differentiable. Return at once.

@@ -138,7 +138,7 @@ def test_what_still_runs_has_no_end() -> None:
         seen.extend(rows(kept, data))
         return torch.ones(3)
 
-    one._functions["distruntime::look"] = look
+    one.steps._functions["distruntime::look"] = look
     one.learn([[MUL + 1, "distruntime::look", [], {}, 1]])
     issue(one, 0, MUL, 1, 2.0, 2, MUL + 1, 3)
     assert [(name, position) for name, _, position, *_ in seen] == [

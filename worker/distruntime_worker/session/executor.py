@@ -17,7 +17,6 @@ from distruntime.errors import ProtocolError
 from distruntime.wire.codec import failure_fields
 from distruntime.wire.messages import (
     AWAIT,
-    PROGRAM,
     WAIT,
     Cancel,
     Done,
@@ -29,13 +28,9 @@ from distruntime.wire.messages import (
     OpenStream,
     Plain,
     Segment,
-    Warned,
 )
 from distruntime.wire.shared import Attached
 
-from ..checkpoint import files as checkpoint
-from ..collectives.mesh_operation import along
-from ..collectives.operation import PREFIX, Collective
 from ..collectives.taking_part import Joint
 from ..log.answers import MOST_FAILURES, Answers
 from ..log.budget import Budget
@@ -48,20 +43,17 @@ from ..log.timing import Recorded
 from ..log.turns import Turn, Turns
 from ..log.waits import Waits
 from ..machine.devices import Devices
-from ..programs.definition import Row
-from ..programs.program import Program
 from ..publishing.published import Others, Published, Shelf
 from ..python.agent import Agent
-from ..python.calls import Calls, note_writes
+from ..python.calls import Calls
 from ..python.children import Surroundings
 from ..python.members import Members
 from ..python.running import Around
-from ..values import functions
-from ..values.draws import Draws, may_draw
-from ..values.mesh_lanes import Lanes, MeshState
-from ..values.step import Operator, Own, Step, Words
+from ..values.draws import Draws
+from ..values.mesh_lanes import MeshState
+from ..values.step import Operator, Own
 from ..values.streams import Mesh, Stream, Work
-from ..values.template import Template, operator
+from .steps import Steps
 
 # Python raises these where a master's words are of the wrong kind or number. Templates keep what operators
 # raise to themselves.
@@ -72,7 +64,6 @@ _LOOK = 0.1
 _UNTOLD = 7
 # No log gets to this position.
 _END = 1 << 62
-_FUNCTIONS = {**functions.FUNCTIONS, **checkpoint.FUNCTIONS}
 
 
 class Executor:
@@ -114,9 +105,11 @@ class Executor:
             devices.real, lambda proposed: self.host(proposed), state.turn.paused, lambda: state.closed
         )
         own: dict[str, Operator] = {"members": partial(Members, here), "agent": partial(Agent, here)}
-        self._functions = {**_FUNCTIONS, **Calls(refused, devices.real, self.around, own).table}
-        self._functions["distruntime::compiled"] = self._compiled
+        calls = Calls(refused, devices.real, self.around, own)
         self.chain = Chain(state, self.draws)
+        # It compiles templates: see steps.py.
+        self.steps = Steps(state, self.chain, self.joint, calls.table)
+        self.learn = self.steps.learn
         self.shelf = Shelf(state, published or Published(""), others, self.chain.read_only)
         state.own.update(Instructions(state, shared).table)
         state.own[WAIT] = Own("a wait for another stream", waits.wait)
@@ -385,100 +378,6 @@ class Executor:
                 if state.works and (before := state.works[0].before) is not None:
                     before.set()
         self._answers.executed()
-
-    def learn(self, templates: list[Plain], mesh: MeshState | None = None) -> None:
-        """Compile new templates, of a mesh or of this worker's own log (the reader)."""
-        for fields in templates:
-            try:
-                match fields:
-                    case [int(number), str(name), list(args), dict(kwargs), results]:
-                        if mesh is None:
-                            self._add(number, name, args, kwargs, results)
-                        else:
-                            self._add_to(mesh, number, name, args, kwargs, results)
-                    case _:
-                        raise ProtocolError(f"a template makes no sense: {fields!r:.80}")
-            except ProtocolError:
-                raise
-            # Whatever the error is, the master sent nonsense.
-            except Exception as error:
-                raise ProtocolError(f"a template makes no sense: {type(error).__name__}: {error}") from error
-
-    def _add(
-        self, number: int, name: str, args: list[Plain], kwargs: dict[str, Plain], results: Plain
-    ) -> None:
-        state, real = self.state, self.state.devices.real
-        if number != state.next_template:
-            raise ProtocolError(f"template {number} came where {state.next_template} was expected")
-        state.next_template += 1
-        if name.startswith(PREFIX):
-            step: Step = Collective(name, args, real, self.joint.take_part)
-        elif name == PROGRAM:
-            step = Program(args, kwargs, state, self._own_template, self._warn)
-        else:
-            step = template = self._own_template(Row(name, args, kwargs, results))
-            note_writes(template, args)
-        self.chain.add(state, number, step)
-
-    def _own_template(self, row: Row) -> Template:
-        state, call = self.state, self._called(row.name)
-        return Template(row.name, call, row.args, row.kwargs, row.results, state.devices.real, state.fail)
-
-    def _warn(self, p: Words, i: int, text: str) -> None:
-        """Warn at the master, of the instruction at `i` (its stream's thread)."""
-        segment = self.state.work(p).segment
-        self.state.send(Warned(segment.seq, segment.start + i, "UserWarning", text), None)
-
-    def _compiled(self, number: int, mesh: int) -> str:
-        """Return what became of the compiling of a program: a template of a mesh's, or of our own."""
-        log = self.state if mesh == -1 else self.state.meshes.get(mesh)
-        step = None if log is None else log.info.get(number)
-        return step.compiled if isinstance(step, Program) else ""
-
-    def _called(self, name: str) -> Operator:
-        """Return what a template calls. After a space its name has what the user calls it."""
-        return self._functions.get(name.partition(" ")[0]) or operator(name)
-
-    def _add_to(
-        self,
-        mesh: MeshState,
-        number: int,
-        name: str,
-        args: list[Plain],
-        kwargs: dict[str, Plain],
-        results: Plain,
-    ) -> None:
-        if number != mesh.next_template:
-            raise ProtocolError(
-                f"template {number} of mesh {mesh.number} came where {mesh.next_template} was expected"
-            )
-        mesh.next_template += 1
-        state, real = self.state, self.state.devices.real
-        if name.startswith(PREFIX):
-            self.chain.add(mesh, number, along(mesh, name, args, real, self.joint.take_part, state.spread))
-            return
-        if name == PROGRAM:
-            own = partial(self._member_template, mesh)
-            step: Step = Program(args, kwargs, state, own, self._warn)
-        else:
-            step = self._member_template(mesh, Row(name, args, kwargs, results))
-        self.chain.add(mesh, number, step)
-
-    def _member_template(self, mesh: MeshState, row: Row) -> Step:
-        """Return what runs an instruction of a mesh for its members here."""
-        state, real = self.state, self.state.devices.real
-        call, lanes = self._called(row.name), []
-        for k in range(len(mesh.devices)):
-            own = [mesh.member_device(pattern, k) for pattern in row.args]
-            named = {key: mesh.member_device(value, k) for key, value in row.kwargs.items()}
-            lanes.append(Template(row.name, call, own, named, row.results, real, state.fail))
-            note_writes(lanes[-1], own)
-        if len(lanes) == 1:
-            return lanes[0]
-        # On a CPU (or where it simulates GPUs) the members share one generator; real GPUs have one each.
-        on = [real(torch.device(d)) for d in mesh.devices]
-        shared = all(device.type == "cpu" for device in on) and may_draw(lanes[0])
-        return Lanes(lanes, on, state.spread, mesh.generators if shared else None)
 
     def close(self) -> None:
         """Drop what no stream has begun: the master is gone (the reader)."""

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -25,6 +26,7 @@ from ..tensors.tensor import DistributedTensor
 from ..tensors.trees import joined
 from ..tensors.uneven import together
 from .callee import warn
+from .results import shards_of
 from .sent import Ahead, ask_ahead, run_at
 from .sent_loader import Loader, begun, length_of, next_of
 from .weights import Mesh, is_mesh, where
@@ -202,7 +204,7 @@ class _Epoch:
         batches = [one[0] for one in found]
         if of._epoch == self._epoch:
             of._batch += 1
-        return batches[0] if of._mesh is None else _joined(of._mesh, batches)
+        return batches[0] if of._mesh is None else joined(batches, partial(_joined, of._mesh))
 
     def ask(self) -> Sequence[Ahead]:
         """Ask ahead for as many as the loader may. Return what was asked first, nothing at the end."""
@@ -249,24 +251,17 @@ def drop(asked: Asked) -> None:
                 answer()
 
 
-def _joined(mesh: Mesh, found: Sequence[object]) -> object:
-    """Return the batches of a mesh's members as one, of the mesh's tensors."""
-    first = found[0]
-    if isinstance(first, DistributedTensor):
-        shards = [t for t in found if isinstance(t, DistributedTensor)]
-        if len(shards) != len(found) or len({(t.dtype, t.ndim) for t in shards}) > 1:
-            raise NotSupportedError(
-                "the members' batches differ in their dtypes or dimensions: return alike ones from "
-                "collate_fn=, or make one loader for each member"
-            )
-        return together(shards, mesh._home)
-    if isinstance(first, (tuple, list)) and type(first) in (tuple, list):
-        items = [_joined(mesh, row) for row in zip(*found)]
-        return items if type(first) is list else tuple(items)
-    if type(first) is dict:
-        return {key: _joined(mesh, [one[key] for one in found]) for key in first}  # type: ignore[index]
-    tree = joined(found, lambda items: _joined(mesh, items))
-    return [*found] if tree is None else tree
+def _joined(mesh: Mesh, found: list[object]) -> object:
+    """Return the members' parts of their batches as one: a tensor of the mesh, or a list by member."""
+    if not isinstance(found[0], DistributedTensor):
+        return found
+    shards = shards_of(found)
+    if shards is None:
+        raise NotSupportedError(
+            "the members' batches differ in their dtypes or dimensions: return alike ones from "
+            "collate_fn=, or make one loader for each member"
+        )
+    return together(shards, mesh._home)
 
 
 @without_our_frames

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import msgpack
 import torch
 from torch.utils._pytree import tree_map
 
-from ..errors import NotSupportedError
+from ..errors import NotSupportedError, UsageError
 from ..log.handle import Handle, Residence, new_value
 from ..log.issue import issue, stream_at
 from ..log.line import user_line
@@ -22,6 +23,7 @@ from ..tensors.tensor import DistributedTensor
 from ..tensors.trees import joined
 from ..tensors.uneven import UnevenTensor, together
 from ..wire.codec import OPERAND
+from .pickling import Operand
 from .structure import leaves, memory_of, wants_grad
 
 
@@ -216,26 +218,46 @@ def of_members(
 
         own, named = tree_map(member, (tuple(args), dict(kwargs)))
         found.append(call(own, named, log.session.places.residence(place, numbered=False)))
-    return _joined(name, home, found)
+    return joined(found, partial(_joined, name, home))
+
+
+def shards_of(found: Sequence[object]) -> list[DistributedTensor] | None:
+    """Return the members' results as shards of one tensor; None where they differ in dtype or dimensions."""
+    shards = [t for t in found if isinstance(t, DistributedTensor)]
+    return shards if len(shards) == len(found) and len({(t.dtype, t.ndim) for t in shards}) == 1 else None
 
 
 def _joined(name: str, home: Residence, found: list[object]) -> object:
     """Return the members' results as one: tensors as the mesh's, objects as a list by member."""
-    first = found[0]
-    if all(one is None for one in found):
-        return None
-    if isinstance(first, DistributedTensor):
-        shards = [t for t in found if isinstance(t, DistributedTensor)]
-        if len(shards) != len(found) or len({(t.dtype, t.ndim) for t in shards}) > 1:
-            raise NotSupportedError(
-                f"{name} returned tensors of other dtypes or dimensions on some members, or none: "
-                "call it for each, x.member(k)"
-            )
-        whole = together(shards, home)
-        return _Joined.apply(whole, *shards) if any(t.requires_grad for t in shards) else whole  # type: ignore[no-untyped-call]
-    if isinstance(first, (tuple, list)) and type(first) in (tuple, list):
-        return type(first)(_joined(name, home, list(items)) for items in zip(*found))
-    if isinstance(first, dict):
-        return {key: _joined(name, home, [one[key] for one in found]) for key in first}  # type: ignore[index]
-    tree = joined(found, lambda items: _joined(name, home, items))
-    return found if tree is None else tree
+    if not isinstance(found[0], DistributedTensor):
+        return found
+    shards = shards_of(found)
+    if shards is None:
+        raise NotSupportedError(
+            f"{name} returned tensors of other dtypes or dimensions on some members, or none: "
+            "call it for each, x.member(k)"
+        )
+    whole = together(shards, home)
+    return _Joined.apply(whole, *shards) if any(t.requires_grad for t in shards) else whole  # type: ignore[no-untyped-call]
+
+
+class ByRank(list[object], Operand):
+    """What the members of a mesh have returned, by rank, where that is no tensor of the mesh.
+
+    An item is a `RemoteObject`, which `dr.fetch` brings, or a tensor at its member. An object of a class that
+    is no plain value stays in its member's process. A function of `dr.spmd` that gets the list as an argument
+    gets its own member's item.
+    """
+
+    @property
+    def _handle(self) -> Handle:  # type: ignore[override]
+        raise UsageError(
+            "a list by rank goes to functions of dr.spmd, where each member gets its item: pass one item to "
+            "a function of dr.remote"
+        )
+
+
+# A list by rank is opened where results are, as by `dr.fetch`.
+torch.utils._pytree.register_pytree_node(
+    ByRank, lambda ranks: ([*ranks], None), lambda items, _: [*items], serialized_type_name="dr.ByRank"
+)

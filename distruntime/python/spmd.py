@@ -46,34 +46,13 @@ from .call import invoke
 from .callee import Callee, Code, Latest, Options, forget, require_python, upload_bytes
 from .objects import RemoteObject
 from .pickling import Operand, pack
+from .results import ByRank
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _of_objects = Options(returns=object)
 # So many functions are kept on a worker for each mesh, those that were called last.
 _MOST_CODE = 256
-
-
-class ByRank(list[object], Operand):
-    """What the members of a mesh have returned, by rank, where that is no tensor of the mesh.
-
-    An item is a `RemoteObject`, which `dr.fetch` brings, or a tensor at its member. An object of a class that
-    is no plain value stays in its member's process. A function of `dr.spmd` that gets the list as an argument
-    gets its own member's item.
-    """
-
-    @property
-    def _handle(self) -> Handle:  # type: ignore[override]
-        raise UsageError(
-            "a list by rank goes to functions of dr.spmd, where each member gets its item: pass one item to "
-            "a function of dr.remote"
-        )
-
-
-# A list by rank is opened where results are, as by `dr.fetch`.
-torch.utils._pytree.register_pytree_node(
-    ByRank, lambda ranks: ([*ranks], None), lambda items, _: [*items], serialized_type_name="dr.ByRank"
-)
 
 
 class _Sent(Operand):
@@ -180,7 +159,7 @@ class _Team:
         ]
         leaves = [getattr(leaf, "_handle", None) for leaf in tree_leaves(found)]
         cancel_together(parts, [handle for handle in leaves if isinstance(handle, Handle)])
-        return self._joined(found)
+        return joined(found, self._joined)
 
     def _issue(
         self,
@@ -304,24 +283,11 @@ class _Team:
         return operand
 
     def _joined(self, found: list[object]) -> object:
-        """Return the members' results as one: tensors of one size as the mesh's tensor."""
-        first = found[0]
-        if all(x is None for x in found):
-            return None
-        if all(isinstance(x, DistributedTensor) for x in found):
-            tensors = [x for x in found if isinstance(x, DistributedTensor)]
-            if len({id(x._handle.spec) for x in tensors}) == 1:
-                return wrap(DistributedTensor, mesh_of(self.log, self.home, [x._handle for x in tensors]))
+        """Return the members' parts of their results as one: a tensor of the mesh, or a list by rank."""
+        tensors = [x for x in found if isinstance(x, DistributedTensor)]
+        if len(tensors) < len(found) or len({id(x._handle.spec) for x in tensors}) > 1:
             return ByRank(found)
-        lists = [x for x in found if isinstance(x, (tuple, list)) and type(x) is type(first)]
-        if type(first) in (tuple, list) and len({len(x) for x in lists}) == 1 and len(lists) == len(found):
-            items = [self._joined([*row]) for row in zip(*lists)]
-            return items if type(first) is list else tuple(items)
-        dicts = [x for x in found if type(x) is dict]
-        if type(first) is dict and len(dicts) == len(found) and all([*x] == [*first] for x in dicts):
-            return {key: self._joined([x[key] for x in dicts]) for key in first}
-        tree = joined(found, self._joined)
-        return ByRank(found) if tree is None else tree
+        return wrap(DistributedTensor, mesh_of(self.log, self.home, [x._handle for x in tensors]))
 
 
 # Two threads that call at the same time share the processes of a mesh.

@@ -67,10 +67,24 @@ def _class(name: str) -> type | None:
     return known[-1] if known else None
 
 
-def joined(found: Sequence[object], join: Callable[[list[object]], object]) -> object | None:
-    """Return objects of one class as one, whose parts are those of all, joined; None if they are no such."""
-    trees = [tree for tree in map(opened, found) if tree is not None]
-    if not trees or len(trees) < len(found) or len({(t.name, t.context, len(t.parts)) for t in trees}) > 1:
+def joined(found: Sequence[object], join: Callable[[list[object]], object]) -> object:
+    """Return the results of a mesh's members as one. What all have in one form is opened, part by part.
+
+    A part is None where it is None at all members. Else it is what `join` makes of the members' parts.
+    """
+    first, kind = found[0], type(found[0])
+    if all(one is None for one in found):
         return None
-    rows = [join([*row]) for row in zip(*[tree.parts for tree in trees])]
-    return remade(trees[0]._replace(parts=rows))
+    rows = [one for one in found if isinstance(one, (tuple, list)) and type(one) is kind]
+    if kind in (tuple, list) and len(rows) == len(found) and len({len(row) for row in rows}) == 1:
+        items = [joined(parts, join) for parts in zip(*rows)]
+        return items if kind is list else tuple(items)
+    dicts = [one for one in found if isinstance(one, dict) and type(one) is kind]
+    if isinstance(first, dict) and kind is dict and len(dicts) == len(found):
+        if all(one.keys() == first.keys() for one in dicts):
+            return {key: joined([one[key] for one in dicts], join) for key in first}
+    trees = [tree for tree in map(opened, found) if tree is not None]
+    if len(trees) < len(found) or len({(t.name, t.context, len(t.parts)) for t in trees}) > 1:
+        return join([*found])
+    parts = [joined(row, join) for row in zip(*[tree.parts for tree in trees])]
+    return remade(trees[0]._replace(parts=parts))

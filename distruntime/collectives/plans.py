@@ -2,8 +2,8 @@
 
 No tensor and no session here.
 
-A plan is a linear map as stages, with its adjoint: the stages of the way back. What the stages do is in
-primitives.py.
+A plan is a linear map as stages, with its adjoint: the stages of the way back. The stages are in plan.py, and
+what they do is in stages.py.
 """
 
 from __future__ import annotations

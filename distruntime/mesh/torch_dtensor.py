@@ -1,9 +1,9 @@
 """PyTorch's DTensor and tensor parallelism on a mesh's tensors: their few steps that depend on the rank.
 
 Everything else of them runs as it is. Their operators are operators. Their collectives are in
-torch_collectives.py and torch_process_group.py, and FSDP2's steps in torch_fsdp.py. `prepare` changes
-torch once per process, when the first mesh is made, and only for a mesh's tensors. docs/meshes.md says
-what of torch's own is touched here, for which versions it is tested, and what happens when torch changes
+torch_collectives.py, torch_process_group.py and torch_world.py, and FSDP2's steps in torch_fsdp.py. `prepare`
+changes torch once per process, when the first mesh is made, and only for a mesh's tensors. docs/meshes.md
+says what of torch's own is touched here, for which versions it is tested, and what happens when torch changes
 it.
 """
 

@@ -27,6 +27,7 @@ from distruntime.wire.messages import Goodbye, Message, Printed, Typed, Warned
 
 from .alarms import Alarm, alarms
 from .forked import end_child
+from .printing import Printing
 
 log = logging.getLogger("distruntime.worker")
 T = TypeVar("T")
@@ -38,8 +39,6 @@ _LAST_WORDS = 0.3
 # A session may send so many characters of output at once, and so many a second after that. A loop of prints
 # fills 10 MB a second, and the master shows less than that.
 _BURST, _RATE = 1 << 20, 1 << 18
-# What a function writes is sent in pieces of so many characters, and at the latest after so many seconds.
-_PIECE, _DELAY = 1 << 14, 0.05
 # A call tells of so many different warnings.
 _MOST_WARNINGS = 16
 
@@ -217,7 +216,7 @@ class Running:
     _ours, _owed = True, False
     _alarm: Alarm | None = None
     _at: tuple[int, int] | None = None
-    _writing: threading.Lock | None = None
+    _printing: Printing | None = None
     _heard: set[tuple[str, str]] | None = None
 
     def __init__(self, around: Around, name: str, timeout: float | None) -> None:
@@ -255,8 +254,8 @@ class Running:
         _running.pop(self, None)
         if self._alarm is not None:
             alarms.call_off(self._alarm)
-        if self._writing is not None:
-            self._close()
+        if self._printing is not None:
+            self._printing.close()
 
     # -- what ends it early ----------------------------------------------------------------------------------
 
@@ -321,8 +320,8 @@ class Running:
 
     def ask(self, text: str, typed: queue.SimpleQueue[str | None]) -> str | None:
         """Show a prompt at the master; return the line that is typed there, None at the end of the input."""
-        if self._writing is not None:
-            self.unstruck(self._soon)
+        if self._printing is not None:
+            self.unstruck(self._printing.send_now)
         self.typed = typed.put
         # What ends the call may have come before there was somebody to be told. The debugger catches an
         # interrupt, and asks again.
@@ -392,62 +391,11 @@ class Running:
     def _write(self, kind: str, text: str) -> bool:
         if self.over or not self.around.present:
             return False
-        if self._writing is None:
+        if self._printing is None:
             # Another thread of the function's may do this too. Then the text of one of them comes later.
-            self._text, self._size, self._kind, self._left_out = list[str](), 0, kind, 0
-            self._sent_at, self._open = 0.0, dict[str, None]()
-            self._flush: Alarm | None = None
-            self._writing = threading.Lock()
-        with self._writing:
-            if kind != self._kind:
-                self._send()
-                self._kind = kind
-            self._text.append(text)
-            self._size += len(text)
-            if text.endswith("\n"):
-                self._open.pop(kind, None)
-            elif kind.startswith("std"):
-                self._open[kind] = None
-            ended = text.endswith("\n") or not kind.startswith("std")
-            if self._size >= _PIECE or (ended and time.monotonic() > self._sent_at + _DELAY):
-                self._send()
-            elif self._flush is None:
-                self._flush = alarms.after(_DELAY, self._soon)
+            self._printing = Printing(self.around, self.at, kind)
+        self._printing.write(kind, text)
         return True
-
-    def _soon(self) -> None:
-        assert self._writing is not None
-        with self._writing:
-            self._flush = None
-            self._send()
-
-    def _send(self) -> None:
-        """Send what has gathered, or count it as left out (under the lock)."""
-        if not self._text:
-            return
-        text, self._text, self._size = "".join(self._text), [], 0
-        self._sent_at = time.monotonic()
-        if not self.around.room(len(text)):
-            self._left_out += len(text)
-            return
-        if self._left_out:
-            text, self._left_out = f"... {self._left_out:,} characters were left out ...\n{text}", 0
-        for first in range(0, len(text), _PIECE):
-            self.around.send(Printed(*self.at, self._kind, text[first : first + _PIECE]))
-
-    def _close(self) -> None:
-        assert self._writing is not None
-        with self._writing:
-            if self._flush is not None:
-                alarms.call_off(self._flush)
-                self._flush = None
-            self._send()
-            for kind in self._open:
-                # What follows is not to stand in the same line.
-                self.around.send(Printed(*self.at, kind, "\n"))
-            if self._left_out and self.around.present:
-                text = f"... {self._left_out:,} characters were left out ...\n"
-                self.around.send(Printed(*self.at, "stderr", text))
 
     def warn(self, kind: str, text: str) -> bool:
         """Tell the master of a warning, once for each call. Return False if the call is over."""

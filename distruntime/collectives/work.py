@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..errors import DistruntimeError, NodeFailed, UsageError
 from ..log.current import current_streams
@@ -169,6 +170,4 @@ def _over(event: Event) -> bool:
 
 
 def _tensors(value: Outputs | Output) -> list[DistributedTensor]:
-    if isinstance(value, torch.Tensor):
-        return [value] if isinstance(value, DistributedTensor) else []
-    return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, DistributedTensor)]

@@ -361,6 +361,17 @@ def test_on_a_mesh_it_runs_for_each_member() -> None:
     assert dr.fetch(numbers) == [1.0, 2.0]
 
 
+def test_members_of_a_mesh_return_lists_of_their_own_lengths() -> None:
+    mesh = dr.init_device_mesh("cpu", (2,))
+    x = dr.from_shards([torch.full((2,), k + 1.0, device=dr.place(k)) for k in range(2)], mesh)
+
+    def copies(x: Any) -> Any:
+        return [x + k for k in range(int(x[0]))]
+
+    made = dr.remote(copies, returns="ask")(x)
+    assert [[t.tolist() for t in row] for row in made] == [[[1.0, 1.0]], [[2.0, 2.0], [3.0, 3.0]]]
+
+
 def test_streams_run_beside_each_other_and_keep_the_order_of_what_they_share() -> None:
     x = torch.zeros(4, device=REMOTE)
     f: Any = dr.remote(lambda t, k: t.add_(k), returns=object, random=False)

@@ -160,7 +160,7 @@ def _exchanged(plan: Exchange, xs: Tensors, outs: Tensors, to: Partition) -> boo
     return True
 
 
-def run_stages(stage: Stage, xs: Tensors, to: Partition) -> Tensors:
+def _run_stage(stage: Stage, xs: Tensors, to: Partition) -> Tensors:
     match stage:
         case Moves():
             return _move(stage, xs, to)
@@ -186,7 +186,7 @@ class _Linear(torch.autograd.Function):
         ctx.plan, ctx.source, ctx.target = plan, source, target
         values = list(xs)
         for stage in plan.stages:
-            values = run_stages(stage, values, target)
+            values = _run_stage(stage, values, target)
         return tuple(values)
 
     @staticmethod

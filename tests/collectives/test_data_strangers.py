@@ -25,6 +25,7 @@ import distruntime as dr
 from apart import apart, listening
 from distruntime.wire.data_channel import Membership
 from distruntime_worker.collectives.data_channel import gloo, proof, sockets, tls
+from distruntime_worker.collectives.data_channel.connection import read
 from distruntime_worker.collectives.data_channel.gloo import Gloo
 from distruntime_worker.collectives.data_channel.sockets import SocketChannel
 from distruntime_worker.collectives.data_channel.tcp import TCP
@@ -141,7 +142,7 @@ def dial(member: SocketChannel, secret: bytes, rank: int = 0, cover: Any = None)
         cover.greet(connection, 10)
     dialler = proof.Dialler(secret, rank, member.rank)
     connection.sendall(dialler.hello)
-    answer = sockets._read(connection, proof.ANSWER_SIZE, time.monotonic() + 10)
+    answer = read(connection, proof.ANSWER_SIZE, time.monotonic() + 10)
     # Not `prove`, which would find the other end out: the proof is made with what this one has.
     connection.sendall(proof._proof(secret, b"dialler", dialler.hello + answer[:32]))
     return connection

@@ -17,8 +17,9 @@ from torch.fx import GraphModule
 
 from ..errors import NotSupportedError, drop_frames
 from ..log.current import current_streams
-from ..log.handle import Handle, Residence, Storage
+from ..log.handle import Handle, Residence
 from ..log.issue import noting
+from ..log.storage import Storage
 from ..log.tape import recorded
 from ..operators.proxies import wrap
 from ..programs.begins import Begins, Moves, begins_of

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import distruntime as dr
+from distruntime.cluster import connector as connectors
 from distruntime.cluster.connector import Connector
 from distruntime.cluster.local_workers import LocalLauncher, LocalWorker
 from distruntime.session.session import active_session
@@ -133,8 +134,8 @@ def test_how_a_worker_has_ended_is_waited_for(
     inner = active_session()
     x, node = torch.ones(3, device=REMOTE), inner.nodes[0]
     x.sum().item()
-    looks, look_for = [node], Connector._look_for
-    monkeypatch.setattr(Connector, "_look_for", lambda *args: (look_for(*args), looks.append(node)))
+    looks, look_for = [node], connectors.look_for
+    monkeypatch.setattr(connectors, "look_for", lambda *args: (look_for(*args), looks.append(node)))
     with monkeypatch.context() as patch:
         # The kernel has reported the death, and the nursery has not yet.
         patch.setattr(type(inner.workers[0]), "poll", lambda self: None)

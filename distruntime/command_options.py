@@ -113,10 +113,9 @@ def command_parser(description: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-_Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
-
-def _add_comm(commands: _Commands, session: argparse.ArgumentParser) -> None:
+def _add_comm(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], session: argparse.ArgumentParser
+) -> None:
     """Add the command that tries collectives."""
     comm = commands.add_parser(
         "comm", help="try the collectives between workers, and time them", parents=[session]
@@ -130,7 +129,7 @@ def _add_comm(commands: _Commands, session: argparse.ArgumentParser) -> None:
     comm.add_argument("--data-channel", default="auto", metavar="NAME", help="such as gloo or nccl")
 
 
-def _add_run(commands: _Commands) -> None:
+def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command that runs a script with a session, or as torchrun does."""
     run = commands.add_parser(
         "run",

@@ -6,7 +6,7 @@ one recording says what each later call with arguments of the same kind does.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from itertools import count
 from sys import getrefcount
 from typing import NamedTuple
@@ -242,7 +242,7 @@ class _Plan:
         passed = {k: args[k] for k in self._passed}
         leaves = [*args]
         args.clear()
-        made = self.layout.issue(leaves, (), self._name, takes=self._alone(leaves))
+        made = self.layout.issue(leaves, (), self._name, self._alone(leaves))
         return [
             one.plain
             if one.name is None
@@ -252,18 +252,19 @@ class _Plan:
             for one in self._results
         ]
 
-    def _alone(self, leaves: list[object]) -> bool:
-        """Let go of the arguments that may be taken; return whether nobody else holds them.
+    def _alone(self, leaves: list[object]) -> Set[int]:
+        """Let go of the arguments that may be taken; return those that nobody else holds.
 
         A graph that is kept (`retain_graph=True`) holds them all, and then nothing is taken in that call.
         """
-        for k in self._taken:
+        taken = self._taken
+        for k in taken:
             leaves[k] = _Operand(leaves[k]._handle)  # type: ignore[attr-defined]
-        alone = [k for k in self._taken if _holders(leaves[k]) == _ALONE]  # type: ignore[arg-type]
-        if not self._settled or 0 < len(alone) < len(self._taken):
-            self._taken, self._settled = alone, True
+        alone = {k for k in taken if _holders(leaves[k]) == _ALONE}  # type: ignore[arg-type]
+        if not self._settled or 0 < len(alone) < len(taken):
             self.layout.take(alone)
-        return 0 < len(alone) == len(self._taken)
+            self._taken, self._settled = sorted(alone), True
+        return alone
 
 
 def _kind(args: Sequence[object], session: Session) -> Hashable:

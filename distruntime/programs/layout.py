@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import count
 
 from ..errors import NotSupportedError
@@ -104,24 +104,28 @@ class Layout:
         return all(bridge.between.broken() is None for bridge in self.bridges)
 
     def take(self, arguments: Iterable[int]) -> None:
-        """Let the part that reads one of these arguments last take it, where a call says that it may."""
-        last: dict[Piece | Bridge, set[Name]] = {}
+        """Let the part that reads one of these arguments last take it, where nobody else holds it."""
+        last: dict[int, set[int]] = {}
         for k in arguments:
             users = self._users.get((ARGUMENT, k))
             if users:
-                last.setdefault(self.acts[max(users)], set()).add((ARGUMENT, k))
-        for act in self.acts:
+                last.setdefault(max(users), set()).add(k)
+        for at, act in enumerate(self.acts):
             if isinstance(act, Piece):
-                act.take(last.get(act, frozenset()))
+                act.take(last.get(at, frozenset()))
 
     def issue(
-        self, leaves: Sequence[object], numbers: Sequence[float], name: str, *, takes: bool = False
+        self,
+        leaves: Sequence[object],
+        numbers: Sequence[float],
+        name: str,
+        alone: Set[int] = frozenset(),
     ) -> Mapping[Name, Handle]:
         """Issue it, part by part; return what is made for the caller. Blocks while a window is full.
 
-        `takes` is whether nobody else holds the arguments that `take` was given.
+        Nobody else holds the arguments in `alone`.
         """
-        values, line = Values(leaves, self.specs, takes), user_line()
+        values, line = Values(leaves, self.specs, alone), user_line()
         for act, over in zip(self.acts, self.over):
             act.issue(values, numbers, line, name)
             for gone in over:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import final
+from typing import NamedTuple, final
 
 import msgpack
 
@@ -51,8 +51,8 @@ class Values:
     leaves: Sequence[object]
     # How large its own memories are, as far as that is known.
     specs: Mapping[int, Spec]
-    # Nobody else holds the arguments that its parts may take.
-    takes: bool = False
+    # Nobody else holds these arguments, so its parts may take them.
+    alone: Set[int] = frozenset()
     made: dict[Name, Handle] = field(default_factory=dict)
     memories: dict[int, Storage] = field(default_factory=dict)
 
@@ -156,19 +156,18 @@ class Piece:
         self._definition = definition
         self._options: dict[str, object] = {} if needs.compile is None else {"compile": needs.compile}
         self._form = self._used = Form(self.log, definition, self._options)
-        self._taken: list[int] = []
-        self._taking = self._form
+        self._taking: Taking | None = None
 
-    def take(self, names: Set[Name]) -> None:
-        """Let a replay empty the refs of these operands, so that the worker frees each behind its last use.
+    def take(self, arguments: Set[int]) -> None:
+        """Let a replay empty the refs of these arguments, so that the worker frees each behind its last use.
 
         They stand under these refs until the worker has read them, and nobody may name them behind it.
         """
-        self._taken = [n for n, name in enumerate(self.operands) if name in names]
-        self._taking = self._form
-        if self._taken:
-            taken = {**self._options, "taken": [1 + n for n in self._taken]}
-            self._taking = Form(self.log, self._definition, taken)
+        own = {n: int(name[1]) for n, name in enumerate(self.operands) if name[0] == ARGUMENT}
+        positions = [n for n, k in own.items() if k in arguments]
+        options = {**self._options, "taken": [1 + n for n in positions]}
+        form = Form(self.log, self._definition, options)
+        self._taking = Taking(frozenset(own[n] for n in positions), positions, form) if positions else None
 
     def issue(self, values: Values, numbers: Sequence[float], call: Line, name: str) -> None:
         """Issue it as one instruction. Block while the window is full."""
@@ -186,8 +185,7 @@ class Piece:
         words: list[object] = [0, *refs[0], *[numbers[k] for k in self._numbers], *refs[1]]
         with log.lock:
             try:
-                takes = values.takes and self._alone([operands[n] for n in self._taken])
-                self._used = self._taking if takes else self._form
+                self._used = self._form_for(values, operands)
                 words[0] = log.template(self._used.key, self._used.fields)
                 log.weigh(self._weight)
                 self._put(words, fresh, operands, values, line)
@@ -195,13 +193,17 @@ class Piece:
                 log.in_doubt = True
                 raise
 
-    def _alone(self, operands: Sequence[Handle]) -> bool:
-        """Whether no stream but its own uses these. Call under the log's lock."""
-        order = self.log.order
-        if order is None:
-            return True
-        stream = self._on_stream()
-        return all(order.alone(handle, stream) for handle in operands)
+    def _form_for(self, values: Values, operands: Sequence[Handle]) -> Form:
+        """Return the form that a replay issues. Call under the log's lock."""
+        taking, order = self._taking, self.log.order
+        if taking is None or not taking.arguments <= values.alone:
+            return self._form
+        if order is not None:
+            stream = self._on_stream()
+            # Another stream may still have to read it.
+            if not all(order.alone(operands[n], stream) for n in taking.positions):
+                return self._form
+        return taking.form
 
     def _on_stream(self) -> int:
         return stream_at(self._home) if self._stream < 0 else self._stream
@@ -291,6 +293,17 @@ class Form:
         self.fields: list[object] = [PROGRAM, definition, dict(options), 0]
         self.key: bytes = msgpack.packb(self.fields)
         self._taught = Taught(log, self.key)
+
+
+class Taking(NamedTuple):
+    """The form that takes arguments, with their numbers and their positions among the operands.
+
+    Threads may replay a program at the same time, and so this is one value.
+    """
+
+    arguments: Set[int]
+    positions: Sequence[int]
+    form: Form
 
 
 @final

@@ -72,7 +72,7 @@ class RemoteError(DistruntimeError):
 
 
 class NonFiniteError(DistruntimeError, ArithmeticError):
-    """An operator that `dr.detect_nan` has looked at gave NaN, or an infinity."""
+    """An operator that `dr.profiler.detect_nan` has looked at gave NaN, or an infinity."""
 
 
 class StreamCancelled(DistruntimeError, RuntimeError):
@@ -209,3 +209,28 @@ def _suggest(
         alike = difflib.get_close_matches(unknown, known, n=1)
         advice = f"Did you mean {alike[0]!r}?" if alike else f"It has {', '.join(known) or 'no arguments'}"
         error.args = (f"{text}. {advice}",)
+
+
+def __dir__() -> list[str]:
+    # Completion at a prompt offers these.
+    return sorted(__all__)
+
+
+__all__ = [
+    "CheckpointError",
+    "ConfigurationError",
+    "ConnectionFailed",
+    "DistruntimeError",
+    "InternalError",
+    "NodeFailed",
+    "NonFiniteError",
+    "NotSupportedError",
+    "PlacementError",
+    "ProtocolError",
+    "RemoteError",
+    "SessionClosed",
+    "StreamCancelled",
+    "UntrustedError",
+    "UsageError",
+    "WaitTimeout",
+]

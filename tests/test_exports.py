@@ -1,4 +1,4 @@
-"""The public names: `__all__` is complete, has no strangers, and every name says what it is for."""
+"""The public names: few at the top, the others in parts. Each says what it is for, and old spellings warn."""
 
 from __future__ import annotations
 
@@ -6,42 +6,109 @@ import gc
 import importlib
 import inspect
 import pkgutil
+import re
 import subprocess
 import sys
 import threading
+import warnings
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
 import distruntime as dr
-from distruntime import testing
+from distruntime import old_names
 from distruntime.backend import install
 from distruntime.backend.on_import import rare_collections
 
-EVERY = {**vars(dr), **{name: getattr(dr, name) for name in dir(dr)}}  # some come when they are asked for
+PARTS = {name: part for name in dr.__all__ if isinstance(part := getattr(dr, name), ModuleType)}
+HOMES = {"distruntime": dr, **{f"distruntime.{name}": part for name, part in PARTS.items()}}
+# A name may have two homes.
 PUBLIC = {
-    name: value
-    for name, value in EVERY.items()
-    if not name.startswith("_") and not isinstance(value, ModuleType)
+    f"{home}.{name}": value
+    for home, module in HOMES.items()
+    for name in module.__all__
+    if not isinstance(value := getattr(module, name), ModuleType)
 }
+# IPython calls it, and nobody else.
+HOOK = "load_ipython_extension"
+
+
+def test_the_top_has_few_names() -> None:
+    assert len(dr.__all__) == len(set(dr.__all__)) <= 60
 
 
 def test_all_is_complete_and_has_no_strangers() -> None:
-    assert len(dr.__all__) == len(set(dr.__all__))
-    assert set(dr.__all__) == set(PUBLIC) - {"annotations"} | {
-        "functional",
-        "lines",
-        "nn",
-        "nvtx",
-        "primitives",
-        "testing",
-    }
+    found = {name for name in vars(dr) if not name.startswith("_")}
+    rooms = {module.name for module in pkgutil.iter_modules(dr.__path__)}
+    assert found - rooms - {"annotations", HOOK, "typing"} == set(dr.__all__) - rooms
+    assert callable(getattr(dr, HOOK))
 
 
-def test_no_public_name_hides_a_module() -> None:
+def test_a_public_name_that_is_a_module_too_is_that_module() -> None:
     modules = {module.name for module in pkgutil.iter_modules(dr.__path__)} & set(dr.__all__)
-    assert modules == {"testing"} and dr.testing is testing
+    assert modules == set("data distributed errors mesh parallel profiler testing types workers".split())
+    for name in modules:
+        assert getattr(dr, name) is importlib.import_module(f"distruntime.{name}")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_no_name_of_a_part_hides_a_module_of_its_folder(part: str) -> None:
+    inside = getattr(PARTS[part], "__path__", ())
+    assert {module.name for module in pkgutil.iter_modules(inside)} & set(PARTS[part].__all__) == set()
+
+
+@pytest.mark.parametrize("name", old_names.PARTS)
+def test_an_old_spelling_works_and_warns_of_the_new_one(name: str) -> None:
+    part = old_names.PARTS[name]
+    with pytest.warns(DeprecationWarning) as caught:
+        found = getattr(dr, name)
+    assert [(str(one.message), one.filename) for one in caught] == [
+        (f"distruntime.{name} is deprecated: write distruntime.{part}.{name}", __file__)
+    ]
+    assert found is getattr(PARTS[part], name) and name in PARTS[part].__all__ and name not in dr.__all__
+
+
+def test_old_spellings_are_those_of_all_parts() -> None:
+    """It holds what was public when the parts came: nobody's program may lose a name."""
+    assert len(old_names.PARTS) == 117 and set(old_names.PARTS.values()) < set(PARTS)
+
+
+def test_an_old_spelling_warns_once_for_each_line_and_name() -> None:
+    code = """
+from distruntime import all_reduce
+for _ in range(3):
+    found = dr.all_reduce, dr.broadcast
+again = dr.all_reduce
+"""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        exec(compile(code, "user.py", "exec"), {"dr": dr})
+    names = [str(one.message).partition(" ")[0].removeprefix("distruntime.") for one in caught]
+    assert list(zip(names, [one.lineno for one in caught])) == [
+        ("all_reduce", 2),
+        ("all_reduce", 4),
+        ("broadcast", 4),
+        ("all_reduce", 5),
+    ]
+    assert {one.filename for one in caught} == {"user.py"}
+
+
+def test_a_misspelled_name_of_a_part_is_told_with_its_part() -> None:
+    with pytest.raises(AttributeError, match=r"'all_reduec'. Did you mean 'distributed.all_reduce'\?$"):
+        dr.all_reduec  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'distruntime.mesh' has no .* Did you mean 'Partition'\?$"):
+        dr.mesh.Partitoin  # noqa: B018
+
+
+def test_the_page_has_each_name_in_its_part() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "names.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `dr\.(\w+)` \|.*\| (`.*`) \|$", text, re.MULTILINE)
+    shown = {part: re.findall(r"`(\w+)`", names) for part, names in rows}
+    assert shown == {name: list(part.__all__) for name, part in PARTS.items()}
+    top = re.findall(r"^\| [^`|]+ \| (`.*`) \|$", text, re.MULTILINE)
+    assert sorted(re.findall(r"`dr\.(\w+)`", " ".join(top))) == sorted(set(dr.__all__) - set(PARTS))
 
 
 def test_what_is_public_of_the_rooms_is_imported_as_users_import() -> None:
@@ -54,14 +121,16 @@ def test_what_is_public_of_the_rooms_is_imported_as_users_import() -> None:
 
 
 def test_the_suites_for_plug_points_are_all_public() -> None:
-    suites = [name for name in vars(testing) if name.startswith("check_")]
-    assert sorted(testing.__all__) == sorted(suites)
+    suites = [name for name in vars(dr.testing) if name.startswith("check_")]
+    assert sorted(dr.testing.__all__) == sorted(suites)
     assert suites == ["check_adjoint", "check_collectives", "check_data_channel", "check_launcher"]
 
 
-def test_completion_at_a_prompt_offers_the_public_names_only() -> None:
-    assert [name for name in dir(dr) if not name.startswith("_")] == sorted(dr.__all__)
-    assert all(hasattr(dr, name) for name in dir(dr))
+@pytest.mark.parametrize("home", HOMES)
+def test_completion_at_a_prompt_offers_the_public_names_only(home: str) -> None:
+    module = HOMES[home]
+    assert [name for name in dir(module) if not name.startswith("_")] == sorted(module.__all__)
+    assert all(hasattr(module, name) for name in dir(module))
 
 
 def test_workers_do_not_import_what_only_meshes_need() -> None:
@@ -76,33 +145,24 @@ def test_workers_do_not_import_what_only_meshes_need() -> None:
 
 
 def test_the_names_of_the_design_are_there() -> None:
-    sessions = (
-        "init_master_worker shutdown is_initialized Session nodes synchronize manual_seed stalls "
-        "set_sync_debug_mode"
-    )
-    places = "node device on place set_place Place"
-    tensors = (
-        "DistributedTensor FloatTensor DoubleTensor HalfTensor ByteTensor CharTensor ShortTensor IntTensor "
-        "LongTensor"
-    )
-    factories = "fetch fetch_async zeros ones full empty rand randn randint arange linspace eye tensor"
-    errors = (
-        "DistruntimeError UsageError PlacementError SessionClosed NotSupportedError ConfigurationError "
-        "RemoteError NodeFailed"
-    )
-    wanted = " ".join(
-        (sessions, places, tensors, factories, errors, "ConnectionFailed ProtocolError InternalError")
-    ).split()
+    sessions = "init_master_worker shutdown is_initialized nodes synchronize manual_seed"
+    places = "node device on place set_place"
+    tensors = "DistributedTensor fetch fetch_async"
+    wanted = f"{sessions} {places} {tensors} DistruntimeError".split()
     assert [name for name in wanted if name not in dr.__all__] == []
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, value in PUBLIC.items() if callable(value) and not isinstance(value, torch.dtype)]
-)
+@pytest.mark.parametrize("name", PUBLIC)
 def test_a_public_name_is_documented(name: str) -> None:
     value = PUBLIC[name]
     own = value.__dict__.get("__doc__") if inspect.isclass(value) else value.__doc__
     assert own, f"{name} has no docstring of its own"
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_home_of_names_is_documented_and_has_a_page_in_the_reference(home: str) -> None:
+    page = Path(__file__).parents[1] / "docs" / "reference" / f"{home}.rst"
+    assert HOMES[home].__doc__ and f".. automodule:: {home}\n" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", [name for name, value in PUBLIC.items() if inspect.isfunction(value)])
@@ -110,9 +170,8 @@ def test_a_public_function_has_a_signature(name: str) -> None:
     assert inspect.signature(PUBLIC[name]).return_annotation is not inspect.Signature.empty
 
 
-@pytest.mark.parametrize("name", ["Session", "DistributedTensor", "Place"])
-def test_the_methods_of_a_class_that_torch_does_not_have_are_documented(name: str) -> None:
-    cls = getattr(dr, name)
+@pytest.mark.parametrize("cls", [dr.types.Session, dr.DistributedTensor, dr.types.Place])
+def test_the_methods_of_a_class_that_torch_does_not_have_are_documented(cls: type) -> None:
     methods = {
         key: value
         for key, value in vars(cls).items()

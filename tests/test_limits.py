@@ -38,7 +38,7 @@ def test_it_refuses(session: Session, code: str, error: str) -> None:
         "pickle": pickle,
     }
     expected = (
-        getattr(dr, error, None)
+        getattr(dr.errors, error, None)
         or {"TypeError": TypeError, "RuntimeError": RuntimeError, "NotImplementedError": NotImplementedError}[
             error
         ]

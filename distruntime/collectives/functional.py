@@ -240,6 +240,11 @@ def _at_root(group: ProcessGroup, root: int, t: DistributedTensor, what: str) ->
         raise UsageError(f"{what} is on {t.place}, expected a tensor of {owner} of {group!r}")
 
 
+def __dir__() -> list[str]:
+    # Completion at a prompt offers these.
+    return sorted(__all__)
+
+
 __all__ = [
     "all_gather",
     "all_reduce",

@@ -229,6 +229,11 @@ def halo_exchange(xs: Shards, P: Partition, halo: Sequence[Width]) -> list[torch
     return applied(plan, partition, partition, given)
 
 
+def __dir__() -> list[str]:
+    # Completion at a prompt offers these.
+    return sorted(__all__)
+
+
 __all__ = [
     "all_gather",
     "all_sum_reduce",

@@ -7,6 +7,7 @@ gradients. Its first argument is the partition, and the others are torch's. docs
 
 from __future__ import annotations
 
+from ..tensors.replace_modules import replace_modules
 from .between import Each, Repartition
 from .classes import CrossEntropyLoss
 from .convolutions import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
@@ -24,6 +25,12 @@ from .losses import (
 from .norms import BatchNorm1d, BatchNorm2d, BatchNorm3d, LayerNorm, RMSNorm
 from .pools import AvgPool1d, AvgPool2d, AvgPool3d, MaxPool1d, MaxPool2d, MaxPool3d
 from .upsample import Upsample
+
+
+def __dir__() -> list[str]:
+    # Completion at a prompt offers these.
+    return sorted(__all__)
+
 
 __all__ = [
     "AvgPool1d",
@@ -57,4 +64,5 @@ __all__ = [
     "Repartition",
     "SmoothL1Loss",
     "Upsample",
+    "replace_modules",
 ]

@@ -115,6 +115,11 @@ def _operand(lines: Lines, x: torch.Tensor) -> torch.Tensor:
     return on_mesh_of(lines, x)
 
 
+def __dir__() -> list[str]:
+    # Completion at a prompt offers these.
+    return sorted(__all__)
+
+
 __all__ = [
     "Lines",
     "all_gather",

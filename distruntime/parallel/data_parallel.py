@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from ..errors import PlacementError, UsageError, without_our_frames
 from ..mesh import lines
 from ..mesh.mesh import DeviceMesh
-from ..mesh.shards import from_shards
+from ..mesh.sharding import from_shards
 from ..tensors.tensor import DistributedTensor
 
 

@@ -15,7 +15,7 @@ from ..mesh import lines
 from ..mesh.each_member import home_of
 from ..mesh.line_groups import Lines
 from ..mesh.mesh import DeviceMesh
-from ..mesh.shards import from_shards
+from ..mesh.sharding import from_shards
 from ..tensors.tensor import DistributedTensor
 from ..tensors.uneven import UnevenTensor
 

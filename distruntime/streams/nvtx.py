@@ -19,6 +19,12 @@ from ..tensors.tensor import DistributedTensor
 from ..wire.units import printable
 from .stream import Stream, current_stream
 
+
+def __dir__() -> list[str]:
+    # Completion at a prompt offers these.
+    return sorted(__all__)
+
+
 __all__ = ["mark", "range", "range_pop", "range_push"]
 
 # So many characters of a name are kept.

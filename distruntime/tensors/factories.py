@@ -126,3 +126,35 @@ ShortTensor = _class("ShortTensor", torch.int16)
 IntTensor = _class("IntTensor", torch.int32)
 LongTensor = _class("LongTensor", torch.int64)
 BoolTensor = _class("BoolTensor", torch.bool)
+
+
+def __dir__() -> list[str]:
+    # Completion at a prompt offers these.
+    return sorted(__all__)
+
+
+__all__ = [
+    "BFloat16Tensor",
+    "BoolTensor",
+    "ByteTensor",
+    "CharTensor",
+    "DoubleTensor",
+    "FloatTensor",
+    "HalfTensor",
+    "IntTensor",
+    "LongTensor",
+    "ShortTensor",
+    "arange",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "tensor",
+    "zeros",
+]

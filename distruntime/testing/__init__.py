@@ -12,4 +12,10 @@ from .collectives import check_collectives
 from .data_channels import check_data_channel
 from .launchers import check_launcher
 
+
+def __dir__() -> list[str]:
+    # Completion at a prompt offers these.
+    return sorted(__all__)
+
+
 __all__ = ["check_adjoint", "check_collectives", "check_data_channel", "check_launcher"]

@@ -34,7 +34,7 @@ def test_a_wrong_value_is_told_with_its_member(fresh_session: Any, monkeypatch: 
         dr.all_reduce(xs, group=group)  # type: ignore[arg-type]
         xs[1][3] += 1
 
-    monkeypatch.setattr(dr, "broadcast", lambda xs, group_src, group: lies(xs, group))
+    monkeypatch.setattr(dr.distributed, "broadcast", lambda xs, group_src, group: lies(xs, group))
     with pytest.raises(
         AssertionError, match=r"broadcast of 64 B: member 0 \(node 0 cpu\) got 1.0 at 0, expected 0.0"
     ):

@@ -405,7 +405,7 @@ def test_a_cancelled_stream_with_a_collective_on_it(session: object) -> None:
         values, late = each(A, B), each(A, B)
         with blocked(side):
             with dr.stream(side):
-                getattr(dr, name)(values, group=group)
+                getattr(dr.distributed, name)(values, group=group)
             side.cancel()
         with pytest.raises(dr.StreamCancelled):
             values[1].cpu()

@@ -14,8 +14,8 @@ SOURCES = {"distruntime": ROOT / "distruntime", "distruntime_worker": ROOT / "wo
 # outside the folders.
 ROOMS = {
     "distruntime": (
-        "errors wire log session operators tensors streams guards programs publishing collectives backend "
-        "compiled mesh python layers parallel launching cluster timeline checkpoint face"
+        "errors first_use wire log session operators tensors streams guards programs publishing collectives "
+        "backend compiled mesh python layers parallel launching cluster timeline checkpoint face"
     ).split(),
     "distruntime_worker": (
         "machine values log checkpoint collectives publishing python programs session face"
@@ -24,6 +24,8 @@ ROOMS = {
 # Modules outside the folders that others import: each is a room of its own.
 SINGLE = {
     "distruntime.errors",
+    # Rooms that are parts of the public names use it.
+    "distruntime.first_use",
 }
 
 # Folders that stand with the face, above all rooms: the suites for plug points.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import distruntime as dr
-from distruntime.parallel.split import balanced
+from distruntime.parallel.splitting import balanced
 
 
 def test_the_heaviest_part_is_as_light_as_can_be() -> None:

@@ -48,9 +48,11 @@ def split(
     Raises `UsageError` for a model that cannot be cut into so many parts, or parts that share a parameter.
     """
     if not isinstance(model, torch.nn.Module):
-        raise UsageError(f"dr.split cuts a module, got {type(model).__name__}")
+        raise UsageError(f"dr.parallel.split cuts a module, got {type(model).__name__}")
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        advice = f": names go into by=, dr.split(model, {len(n) + 1}, by={n!r})" if _are_names(n) else ""
+        advice = (
+            f": names go into by=, dr.parallel.split(model, {len(n) + 1}, by={n!r})" if _are_names(n) else ""
+        )
         raise UsageError(f"the number of parts is a whole number from 1 on, got {n!r}{advice}")
     names = None if isinstance(by, str) else list(by)
     if isinstance(by, str) and by not in ("parameters", "time"):

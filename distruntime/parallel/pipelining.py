@@ -96,7 +96,7 @@ def _noted() -> Iterator[None]:
 
 
 class Pipeline:
-    """A pipeline that `dr.pipeline` has made.
+    """A pipeline that `dr.parallel.pipeline` has made.
 
     `stages` are its modules, `schedule` is the schedule's name, and `microbatches` says into how many parts
     a step cuts its batch. Printing it shows what each place does, in its order.
@@ -149,7 +149,8 @@ class Pipeline:
         """
         if self._loss_fn is None:
             raise UsageError(
-                "a step trains, so it needs a loss: dr.pipeline(..., loss_fn=fn); pipe.eval(x) does not"
+                "a step trains, so it needs a loss: dr.parallel.pipeline(..., loss_fn=fn); pipe.eval(x) "
+                "does not"
             )
         if not torch.is_grad_enabled():
             raise UsageError(
@@ -317,7 +318,8 @@ def pipeline(
     for k, module in enumerate(modules):
         if not isinstance(module, torch.nn.Module):
             raise UsageError(
-                f"stages are modules, stage {k} is {type(module).__name__}: dr.split(model, n) makes them"
+                f"stages are modules, stage {k} is {type(module).__name__}: dr.parallel.split(model, n) "
+                "makes them"
             )
         for name, inner in module.named_modules():
             if name and isinstance(inner, torch.nn.parallel.DistributedDataParallel):
@@ -327,7 +329,7 @@ def pipeline(
                 )
     if not modules:
         raise UsageError(
-            "a pipeline has at least one stage, got none: dr.split(model, n) makes stages of a model"
+            "a pipeline has at least one stage, got none: dr.parallel.split(model, n) makes stages of a model"
         )
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise ConfigurationError(f"microbatches is a whole number from 1 on, got {microbatches!r}")

@@ -1,0 +1,22 @@
+"""Files that lie at a worker: weights, data for training, and files that are sent there and back."""
+
+from __future__ import annotations
+
+import typing
+
+from . import first_use as _first_use
+
+if typing.TYPE_CHECKING:
+    from .python.files import pull, push
+    from .python.loader import DataLoader, data_loader
+    from .python.pretrained import from_pretrained
+
+_first_use.lend(__name__)
+
+__all__ = [
+    "DataLoader",
+    "data_loader",
+    "from_pretrained",
+    "pull",
+    "push",
+]

@@ -1,0 +1,41 @@
+"""Where the names are that once stood right below the package. The old spellings work, and warn.
+
+No name is added here: a new one begins in its part.
+"""
+
+from __future__ import annotations
+
+_MOVED = {
+    "data": "DataLoader data_loader from_pretrained pull push",
+    "distributed": (
+        "Capabilities DataChannel Membership ProcessGroup ReduceOp Reduction Work all_gather "
+        "all_gather_into_tensor all_reduce all_to_all all_to_all_single barrier broadcast "
+        "destroy_process_group gather irecv isend new_group premul_sum recv reduce reduce_scatter "
+        "reduce_scatter_tensor register_data_channel scatter send"
+    ),
+    "errors": (
+        "CheckpointError ConfigurationError ConnectionFailed InternalError NodeFailed NonFiniteError "
+        "NotSupportedError PlacementError ProtocolError RemoteError SessionClosed StreamCancelled "
+        "UntrustedError UsageError WaitTimeout"
+    ),
+    "factories": (
+        "BFloat16Tensor BoolTensor ByteTensor CharTensor DoubleTensor FloatTensor HalfTensor IntTensor "
+        "LongTensor ShortTensor arange empty eye full linspace logspace ones rand randint randn randperm "
+        "tensor zeros"
+    ),
+    "mesh": "DeviceMesh Layout Partition",
+    "nn": "replace_modules",
+    "parallel": "DataParallel Experts Pipeline ShardedEMA ShardedOptimizer pipeline split",
+    "profiler": (
+        "CompiledGraph ModelProfile ModuleProfile Stall Trace WhySlow compiled_graphs detect_nan "
+        "get_sync_debug_mode memory_snapshot profile_model record_memory_history set_sync_debug_mode "
+        "stacks stalls"
+    ),
+    "types": (
+        "Fetched Memory NodeInfo Place Program Publication Publications RemoteFunction RemoteObject "
+        "Session Settings SpmdFunction"
+    ),
+    "workers": "Comparison LaunchSpec Launcher NodeChange WorkerProcess add_worker compare on_nodes ship",
+}
+
+PARTS = {name: part for part, names in _MOVED.items() for name in names.split()}

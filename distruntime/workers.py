@@ -1,0 +1,28 @@
+"""The workers themselves: how they start, more of them, others in their place, what is installed there."""
+
+from __future__ import annotations
+
+import typing
+
+from . import first_use as _first_use
+
+if typing.TYPE_CHECKING:
+    from .cluster.workers import add_worker, restart
+    from .launching.changes import NodeChange, on_nodes
+    from .python.shipping import Comparison, compare, ship
+    from .session.launcher import Launcher, LaunchSpec, WorkerProcess
+
+_first_use.lend(__name__)
+
+__all__ = [
+    "Comparison",
+    "LaunchSpec",
+    "Launcher",
+    "NodeChange",
+    "WorkerProcess",
+    "add_worker",
+    "compare",
+    "on_nodes",
+    "restart",
+    "ship",
+]

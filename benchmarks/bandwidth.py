@@ -14,7 +14,9 @@ from .floors import NBYTES
 from .harness import Figure, daemon, in_turn, seconds
 
 
-def _against(session: dr.Session, way: str, plain: floors.Socket, rounds: int, shared: bool) -> list[Figure]:
+def _against(
+    session: dr.types.Session, way: str, plain: floors.Socket, rounds: int, shared: bool
+) -> list[Figure]:
     tensor = torch.randn(NBYTES // 4)
     local = memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]
     remote: list[torch.Tensor] = []

@@ -27,12 +27,12 @@ _PARTS = (1, 1, 2, 2)
 _WORK, _RATE = 8.0, 4_000
 
 
-class Slow(dr.DataChannel):
+class Slow(dr.distributed.DataChannel):
     """gloo, on which a received tensor takes its bytes' time: a slow network that needs no processor."""
 
     capabilities = Gloo.capabilities
 
-    def __init__(self, membership: dr.Membership) -> None:
+    def __init__(self, membership: dr.distributed.Membership) -> None:
         super().__init__(membership)
         self._gloo = Gloo(membership)
 
@@ -66,7 +66,7 @@ def _plan(split: bool) -> HaloPlan:
 
 
 def _asleep(rounds: int) -> list[Figure]:
-    on = dr.Partition([0, 1, 2, 3], _PARTS)
+    on = dr.mesh.Partition([0, 1, 2, 3], _PARTS)
     window = Window(3, before=1, after=1)
     xs = on.scatter(torch.ones(_SIZE))
     each = _WORK / volume(tuple((0, n) for n in _SIZE))
@@ -117,7 +117,7 @@ def _asleep(rounds: int) -> list[Figure]:
 def _computing(rounds: int) -> list[Figure]:
     """The work of a layer, forward and backward, on four workers that share this machine's cores."""
     torch.manual_seed(0)
-    on, x = dr.Partition([0, 1, 2, 3], _PARTS), torch.randn(8, 32, 128, 128)
+    on, x = dr.mesh.Partition([0, 1, 2, 3], _PARTS), torch.randn(8, 32, 128, 128)
     serial, cut = nn.Conv2d(32, 32, 3, padding=1), dr.nn.Conv2d(on, 32, 32, 3, padding=1)
     one = dr.place(0)
     whole, shards = x.to(one), [t.requires_grad_() for t in on.scatter(x)]
@@ -170,7 +170,7 @@ def _computing(rounds: int) -> list[Figure]:
 
 def measure(quick: bool) -> list[Figure]:
     """Return the figures."""
-    dr.register_data_channel("slow", Slow)
+    dr.distributed.register_data_channel("slow", Slow)
     with dr.init_master_worker(world_size=4, data_channel="slow", quiet=True):
         figures = _asleep(1 if quick else 3)
     with dr.init_master_worker(world_size=4, quiet=True):

@@ -77,7 +77,7 @@ def part(name: str, size: Size, simulate_cuda: int) -> Iterator[Figure]:
         yield from work(size)
 
 
-def accelerator(node: int = 0) -> dr.Place:
+def accelerator(node: int = 0) -> dr.types.Place:
     """Return a node's first accelerator."""
     names = [device.name for device in dr.nodes()[node].devices if device.name != "cpu"]
     if not names:
@@ -260,7 +260,7 @@ def _as_it_is(module: torch.nn.Module) -> torch.nn.Module:
 def _until_compiled() -> None:
     """Wait until no worker compiles beside the steps any more; fail after two minutes."""
     deadline = time.monotonic() + 120
-    while any(one.compiled == "compiling" for one in dr.compiled_graphs()):
+    while any(one.compiled == "compiling" for one in dr.profiler.compiled_graphs()):
         assert time.monotonic() < deadline, "a worker compiles for more than two minutes"
         time.sleep(0.25)
 
@@ -466,13 +466,13 @@ def between(size: Size) -> list[Figure]:
     note = f"{size.nbytes / ours / 2**30:.2f} GiB/s, torch's own {size.nbytes / theirs / 2**30:.2f}"
     name = f"{size.nbytes >> 20} MiB between the GPUs of two workers / torch's own copy"
     figures = [Figure(name, ratio, "x", None, note, most=False)]
-    group = dr.new_group([first, second])
+    group = dr.distributed.new_group([first, second])
     for nbytes in (size.nbytes, 1024):
         tensors = [torch.ones(nbytes // 4, device=place) for place in (first, second)]
 
         def summed(tensors: list[torch.Tensor] = tensors) -> float:
             def run() -> None:
-                dr.all_reduce(tensors, group=group)
+                dr.distributed.all_reduce(tensors, group=group)
                 tensors[0][-1].item()
 
             return seconds(run)

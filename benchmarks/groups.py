@@ -152,16 +152,16 @@ def _measure(gloo: _Plain, times: int, rounds: int) -> list[Figure]:
 
     def flight() -> None:
         for pair in small:
-            dr.all_reduce(pair)
+            dr.distributed.all_reduce(pair)
 
     figures: list[Figure] = []
-    for work in (copy, flight, lambda: dr.all_reduce(large)):
+    for work in (copy, flight, lambda: dr.distributed.all_reduce(large)):
         seconds(work, 2)
     gib = _LARGE * 4 / 2**30
     # As rates, so that more is better, as the bar says.
     for name, plain_name, work in (
         ("copy", "copy", copy),
-        ("all_reduce", "all_reduce", lambda: dr.all_reduce(large)),
+        ("all_reduce", "all_reduce", lambda: dr.distributed.all_reduce(large)),
     ):
         measure, plain = partial(seconds, work, times), partial(gloo.time, plain_name, times)
         ratio, ours, theirs = in_turn(partial(_inverse, measure), partial(_inverse, plain), rounds)

@@ -18,7 +18,9 @@ READS = 300
 BAR = 1.5
 
 
-def _compare(name: str, session: dr.Session, pipe: floors.Pipe, rounds: int, bar: float | None) -> Figure:
+def _compare(
+    name: str, session: dr.types.Session, pipe: floors.Pipe, rounds: int, bar: float | None
+) -> Figure:
     with session:
         value = torch.ones(3, device="remote").sum()
 

@@ -128,10 +128,10 @@ def measure(quick: bool = False) -> list[Figure]:
     with daemon() as address, dr.init_master_worker(workers=[address], quiet=True):
         for name, make, images, count in models:
             remote = Training(make(), "remote")
-            there = list(dr.data_loader(images, node=0, batch_size=_BATCH))
+            there = list(dr.data.data_loader(images, node=0, batch_size=_BATCH))
             known = partial(remote.epoch, there)
             for processes in (1, 0):
-                loader = dr.data_loader(images, node=0, **options(processes))
+                loader = dr.data.data_loader(images, node=0, **options(processes))
                 what = f"{name} epoch from a worker's loader, num_workers={processes}"
                 compared(what, partial(remote.epoch, loader), known, count, 1.05 if processes else None)
             what = f"{name} epoch from tensors there, beside a busy process"

@@ -48,7 +48,7 @@ def measure(quick: bool) -> list[Figure]:
     """Return how much longer backward and reduction take together than the longer one of them."""
     # On a slower machine a reduction is longer, as issuing is.
     slow = SLOW * floors.slowness()
-    dr.register_data_channel("slow", slow_channel(slow))
+    dr.distributed.register_data_channel("slow", slow_channel(slow))
     products = _products(slow)
     with dr.init_master_worker(world_size=2, data_channel="slow", quiet=True):
         mesh = dr.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))

@@ -46,7 +46,7 @@ def measure(quick: bool) -> list[Figure]:
                 return pause * {"F": 1, "B": 2, "I": int(stage > 0), "W": 1 + int(stage == 0)}[kind]
 
             modules = [Sleeper(pause).to(dr.place(k, "cpu")) for k in _nodes(schedule, stages)]
-            pipe = dr.pipeline(modules, MICRO, schedule, lambda output, target: output.sum())
+            pipe = dr.parallel.pipeline(modules, MICRO, schedule, lambda output, target: output.sum())
             x = torch.ones(MICRO, 4, device=modules[0].weight.device, requires_grad=True)
             issued: list[float] = []
 

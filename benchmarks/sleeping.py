@@ -52,13 +52,13 @@ class Sleeper(torch.nn.Module):
         return _Sleep.apply(x, self._pause, self._pause) * weight.mean()  # type: ignore[no-untyped-call]
 
 
-def slow_channel(pause: float) -> type[dr.DataChannel]:
+def slow_channel(pause: float) -> type[dr.distributed.DataChannel]:
     """Return gloo, with all_reduces that take `pause` seconds longer."""
 
-    class Slow(dr.DataChannel):
+    class Slow(dr.distributed.DataChannel):
         capabilities = Gloo.capabilities
 
-        def __init__(self, membership: dr.Membership) -> None:
+        def __init__(self, membership: dr.distributed.Membership) -> None:
             super().__init__(membership)
             self._gloo = Gloo(membership)
 
@@ -74,7 +74,7 @@ def slow_channel(pause: float) -> type[dr.DataChannel]:
         def all_gather(self, output: torch.Tensor, data: torch.Tensor) -> Any:
             return self._gloo.all_gather(output, data)
 
-        def all_reduce(self, data: torch.Tensor, op: dr.Reduction) -> Any:
+        def all_reduce(self, data: torch.Tensor, op: dr.distributed.Reduction) -> Any:
             time.sleep(pause)
             return self._gloo.all_reduce(data, op)
 

@@ -85,7 +85,7 @@ def _death(seconds: float) -> list[Figure]:
                         xs[node].add_(1)
                     xs[node][0].item()
                     counts[node] += 50
-            except dr.NodeFailed:
+            except dr.errors.NodeFailed:
                 ends[node] = time.perf_counter()
 
         threads = [threading.Thread(target=work, args=(node,)) for node in range(3)]

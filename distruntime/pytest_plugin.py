@@ -23,7 +23,7 @@ class _Open:
     """The session that is open, and what it was asked to be."""
 
     options: tuple[int, int]
-    session: dr.Session
+    session: dr.types.Session
 
     def fits(self, options: tuple[int, int]) -> bool:
         """Return whether a test may use it: it is open, and all of its workers run."""
@@ -32,7 +32,7 @@ class _Open:
         try:
             # A worker of a busy machine may be anything else but gone.
             return not any(node.state in ("lost", "left") for node in self.session.nodes)
-        except dr.SessionClosed:
+        except dr.errors.SessionClosed:
             return False
 
 
@@ -54,7 +54,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.fixture
-def cluster(request: pytest.FixtureRequest) -> Iterator[dr.Session]:
+def cluster(request: pytest.FixtureRequest) -> Iterator[dr.types.Session]:
     """Return an open session, on workers that this machine starts, as the mark `cluster` says.
 
     Tests with equal options that follow each other share it. A failure of a worker's that the test has not

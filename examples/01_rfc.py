@@ -20,7 +20,7 @@ import distruntime as dr
 
 with dr.init_master_worker(backend="zmq", simulate_cuda=2):
     torch.manual_seed(0)
-    x = dr.FloatTensor(20, 20).fill_(
+    x = dr.factories.FloatTensor(20, 20).fill_(
         4
     )  # nothing said: node 0, and the CPU (device -1), as a tensor class of that name promises
     y = torch.randn(20, 20).dist_send()  # a local tensor, sent to the current node
@@ -31,7 +31,7 @@ with dr.init_master_worker(backend="zmq", simulate_cuda=2):
     assert (cuda_x.get_node(), cuda_x.get_device()) == (0, 0)
 
     with dr.node(1):
-        a = dr.FloatTensor(10, device=1)
+        a = dr.factories.FloatTensor(10, device=1)
         assert (a.get_node(), a.get_device()) == (1, 1)
 
         cuda_y = y.cuda()  # the context is for new tensors: y stays on its node

@@ -85,7 +85,7 @@ or x.numpy(force=True)
 
 And a training loop that should not wait can be held to that:
 
->>> dr.set_sync_debug_mode("error")
+>>> dr.profiler.set_sync_debug_mode("error")
 >>> if x.mean() > 0:
 ...     print("positive")
 Traceback (most recent call last):
@@ -93,7 +93,7 @@ Traceback (most recent call last):
 distruntime.errors.UsageError: item blocks until a worker answers
   at <...>:1   if x.mean() > 0:
   `await dr.fetch_async(x)` does not block
->>> dr.set_sync_debug_mode("default")
+>>> dr.profiler.set_sync_debug_mode("default")
 >>> dr.shutdown()
 >>> x
 <remote 2x3 float32, 24 B, node 0 cuda:0: its session has ended>

@@ -62,20 +62,20 @@ class DataParallel:
     pass runs.
     """
 
-    def __init__(self, group: dr.ProcessGroup) -> None:
+    def __init__(self, group: dr.distributed.ProcessGroup) -> None:
         self.group = group
         self.copies = []
         for place in group.places:
             with dr.node(place.node):
                 self.copies.append(network().to("remote"))
-        self.works: list[dr.Work] = []
+        self.works: list[dr.distributed.Work] = []
         for twins in zip(*(copy.parameters() for copy in self.copies)):
             # The sum needs the gradients of all copies. This process runs the backward passes one after the
             # other, so the last copy's gradient comes last, and its hook starts the sum.
             twins[-1].register_post_accumulate_grad_hook(lambda _, twins=twins: self.reduce(twins))
 
     def reduce(self, twins: tuple[nn.Parameter, ...]) -> None:
-        work = dr.all_reduce(
+        work = dr.distributed.all_reduce(
             [twin.grad for twin in twins if twin.grad is not None], group=self.group, async_op=True
         )
         assert work is not None
@@ -101,7 +101,7 @@ class DataParallel:
 def parallel() -> tuple[list[float], list[list[Tensor]], int]:
     """Train on the workers; return the losses, each copy's parameters, and how many sums a step took."""
     with dr.init_master_worker(backend="zmq", world_size=WORKERS):
-        model = DataParallel(dr.new_group(range(WORKERS)))
+        model = DataParallel(dr.distributed.new_group(range(WORKERS)))
         optimizers = [torch.optim.SGD(copy.parameters(), lr=0.05, momentum=0.9) for copy in model.copies]
         parts = []
         for step in range(STEPS):

@@ -21,15 +21,15 @@ import distruntime as dr
 from distruntime.testing import check_data_channel
 
 
-class SharedFolder(dr.DataChannel):
+class SharedFolder(dr.distributed.DataChannel):
     """One member of a group: made on each worker, from this class, which travels there.
 
     All data is contiguous bytes on the CPU.
     """
 
-    capabilities = dr.Capabilities(frozenset({"send", "broadcast"}))
+    capabilities = dr.distributed.Capabilities(frozenset({"send", "broadcast"}))
 
-    def __init__(self, membership: dr.Membership) -> None:
+    def __init__(self, membership: dr.distributed.Membership) -> None:
         super().__init__(membership)
         self._ended = threading.Event()
         self._turn = count()
@@ -81,15 +81,15 @@ class SharedFolder(dr.DataChannel):
 
 
 if __name__ == "__main__":
-    dr.register_data_channel("shared_folder", SharedFolder)
+    dr.distributed.register_data_channel("shared_folder", SharedFolder)
     with dr.init_master_worker(data_channel="shared_folder"):
         with dr.on(0, "cpu"):
             x = torch.arange(1000, device="remote")
         y = x.to(dr.place(1, "cpu"))  # from worker to worker; the bytes do not pass through this process
         print(f"{x.place} -> {y.place} by SharedFolder, sum {y.sum().item()}")
         try:
-            dr.all_reduce([x, y])
-        except dr.NotSupportedError as error:
+            dr.distributed.all_reduce([x, y])
+        except dr.errors.NotSupportedError as error:
             print(f"what it lacks is refused: {str(error).partition(':')[0]}")
     started = time.monotonic()
     check_data_channel("shared_folder", sizes=(2,))

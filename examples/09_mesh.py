@@ -2,7 +2,7 @@
 batch.
 
     $ python examples/09_mesh.py
-    <distruntime.DeviceMesh (data=2), 2 members on nodes 0, 1>
+    <distruntime.mesh.DeviceMesh (data=2), 2 members on nodes 0, 1>
     step  2  loss 2.2767  serial 2.2767
     step  4  loss 2.2651  serial 2.2651
     step  6  loss 2.2370  serial 2.2370
@@ -59,7 +59,7 @@ def serial() -> tuple[list[float], list[Tensor]]:
     return losses, [p.detach() for p in model.parameters()]
 
 
-def parallel(mesh: dr.DeviceMesh) -> tuple[list[float], list[list[Tensor]]]:
+def parallel(mesh: dr.mesh.DeviceMesh) -> tuple[list[float], list[list[Tensor]]]:
     """Train on a mesh; return the losses, and every parameter as each member has it."""
     everyone = mesh.lines("data")  # the group of all members along this dimension
     # Every member has the same parameters.

@@ -2,7 +2,7 @@
 members of a mesh.
 
     $ python examples/10_tensor_parallel.py
-    <distruntime.DeviceMesh (tp=2), 2 members on nodes 0, 1>
+    <distruntime.mesh.DeviceMesh (tp=2), 2 members on nodes 0, 1>
     queries of a layer: (64, 64), of which each member has (32, 64)
     step 1  loss 4.8932  serial 4.8932
     step 2  loss 4.6468  serial 4.6468

@@ -2,7 +2,7 @@
 mesh.
 
     $ python examples/11_fsdp.py
-    <distruntime.DeviceMesh (data=2), 2 members on nodes 0, 1>
+    <distruntime.mesh.DeviceMesh (data=2), 2 members on nodes 0, 1>
     98,624 parameters, of which each member keeps 49,312
     step 1  loss 4.8890  serial 4.8890
     step 2  loss 4.7145  serial 4.7145

@@ -49,7 +49,7 @@ if __name__ == "__main__":
     ):
         write(Path(here, "digits.safetensors"))
         with dr.init_master_worker(), dr.on(1):
-            path = dr.push(Path(here, "digits.safetensors"), 1, f"{there}/digits.safetensors")
+            path = dr.data.push(Path(here, "digits.safetensors"), 1, f"{there}/digits.safetensors")
             print("sent to the worker:", os.path.basename(path))
             data = dr.load(path, node=1)
             print("read there:", ", ".join(f"{name} {tuple(t.shape)}" for name, t in sorted(data.items())))
@@ -57,7 +57,9 @@ if __name__ == "__main__":
             net = model().to("remote")
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
             # The function goes there, with its argument, and two processes of the worker make the batches.
-            loader = dr.data_loader(lambda: digits(path), node=1, batch_size=128, shuffle=True, num_workers=2)
+            loader = dr.data.data_loader(
+                lambda: digits(path), node=1, batch_size=128, shuffle=True, num_workers=2
+            )
             for epoch in range(3):
                 sizes, total = [], torch.zeros((), device="remote")
                 for x, y in loader:
@@ -81,5 +83,5 @@ if __name__ == "__main__":
                     "%", " %"
                 )
             )
-            back = dr.pull(f"{there}/weights.pt", 1, to=f"{here}/weights.pt")
+            back = dr.data.pull(f"{there}/weights.pt", 1, to=f"{here}/weights.pt")
             print(f"brought back: {os.path.getsize(back) // 1000} KB")

@@ -43,7 +43,7 @@ def serial_network() -> nn.Sequential:
     )
 
 
-def cut_network(P: dr.Partition, one: dr.Partition, rows: dr.Partition) -> nn.Sequential:
+def cut_network(P: dr.mesh.Partition, one: dr.mesh.Partition, rows: dr.mesh.Partition) -> nn.Sequential:
     """Build the same network over the places of `P`; its last layer is on one place."""
     return nn.Sequential(
         dr.nn.Conv2d(P, 1, 8, 3, padding=1, bias=False),
@@ -61,8 +61,8 @@ def cut_network(P: dr.Partition, one: dr.Partition, rows: dr.Partition) -> nn.Se
 def main() -> None:
     dr.init_master_worker(world_size=2, simulate_cuda=2, quiet=True)
     places = [dr.place(node, gpu) for node in (0, 1) for gpu in ("cuda:0", "cuda:1")]
-    P = dr.Partition(places, (1, 1, 2, 2))
-    one, rows = dr.Partition(places[:1], (1, 1, 1, 1)), dr.Partition(places[:1], (1, 1))
+    P = dr.mesh.Partition(places, (1, 1, 2, 2))
+    one, rows = dr.mesh.Partition(places[:1], (1, 1, 1, 1)), dr.mesh.Partition(places[:1], (1, 1))
     print("shards of an image:", ", ".join(str(tuple(size[2:])) for size in P.shapes((BATCH, 1, 8, 8))))
 
     serial, cut = serial_network(), cut_network(P, one, rows)

@@ -10,7 +10,7 @@
     loss 1.0384 -> 1.0109, serial 1.0384 -> 1.0109
     largest difference: losses 1.2e-07, parameters 1.5e-08
 
-`dr.split` cuts the model, and `dr.pipeline` has torch's own schedules drive its stages from this process.
+`dr.parallel.split` cuts the model, and `dr.parallel.pipeline` has torch's own schedules drive its stages from this process.
 Each worker runs its passes in the order that is shown: 2B1 is stage 2, backward, micro-batch 1.
 """
 
@@ -55,8 +55,8 @@ def serial() -> tuple[list[float], list[Tensor]]:
 
 def pipelined(schedule: str, nodes: list[int]) -> tuple[list[float], list[Tensor]]:
     """Train on workers: stage k on node `nodes[k]`."""
-    stages = [part.to(dr.place(node, "cpu")) for part, node in zip(dr.split(make(), STAGES), nodes)]
-    pipe = dr.pipeline(stages, MICRO, schedule, nn.functional.mse_loss)
+    stages = [part.to(dr.place(node, "cpu")) for part, node in zip(dr.parallel.split(make(), STAGES), nodes)]
+    pipe = dr.parallel.pipeline(stages, MICRO, schedule, nn.functional.mse_loss)
     print(pipe if schedule == "Interleaved1F1B" else schedule)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.5)
     means = []

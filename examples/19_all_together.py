@@ -56,7 +56,7 @@ class Stage(nn.Module):
         self.enter = nn.Embedding(WORDS, WIDTH) if first else nn.Identity()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.attention, self.router, self.shared = Attention(), nn.Linear(WIDTH, 4), next(mlps)
-        self.experts: Mixture | dr.Experts = Mixture(mlps)
+        self.experts: Mixture | dr.parallel.Experts = Mixture(mlps)
         self.leave = nn.Identity() if first else nn.Linear(WIDTH, WORDS)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def loss_fn(logits: Tensor, words: Tensor) -> Tensor:
 text = (torch.arange(STEPS * ROWS * (CONTEXT + 1)) ** 2 % 31).reshape(STEPS, ROWS, CONTEXT + 1)
 
 
-def cut(stage: Stage, mesh: dr.DeviceMesh) -> dr.Experts:
+def cut(stage: Stage, mesh: dr.mesh.DeviceMesh) -> dr.parallel.Experts:
     """Cut a stage over the members of a mesh. Return its experts."""
     norm = tp.SequenceParallel(use_local_output=True)
     plan: dict[str, tp.ParallelStyle] = {"norm1": norm, "norm2": norm, "router": norm}
@@ -89,8 +89,8 @@ def cut(stage: Stage, mesh: dr.DeviceMesh) -> dr.Experts:
     tp.parallelize_module(stage.to(mesh.device), mesh["tensor"], plan)
     fully_shard(stage, mesh=mesh["data"])
     # All members have tokens of their own, so the experts see one dimension of data.
-    members = dr.init_device_mesh(mesh.places, dr.Layout([("data", 4)]).with_experts(ep=2))
-    stage.experts = there = dr.Experts(list(experts.children()), members)
+    members = dr.init_device_mesh(mesh.places, dr.mesh.Layout([("data", 4)]).with_experts(ep=2))
+    stage.experts = there = dr.parallel.Experts(list(experts.children()), members)
     return there
 
 
@@ -114,7 +114,7 @@ def parallel() -> tuple[list[float], dict[str, Tensor]]:
     start, end = (mesh.select(pipe=k) for k in range(2))
     stages = [Stage(True).double(), Stage(False).double()]
     mixtures = [cut(stages[0], start), cut(stages[1], end)]
-    pipe = dr.pipeline(stages, MICRO, "1F1B", loss_fn)
+    pipe = dr.parallel.pipeline(stages, MICRO, "1F1B", loss_fn)
     # foreach=False: torch's grouped update takes parameters that are all DTensors or none.
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.3, momentum=0.9, foreach=False)
 

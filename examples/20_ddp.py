@@ -1,7 +1,7 @@
 """PyTorch's DistributedDataParallel as it is, on the members of a mesh: `dr.spmd`.
 
     $ python examples/20_ddp.py
-    ranks [0, 1] of the mesh <distruntime.DeviceMesh (dp=2), 2 members on nodes 0, 1>
+    ranks [0, 1] of the mesh <distruntime.mesh.DeviceMesh (dp=2), 2 members on nodes 0, 1>
     step 1  loss 1.3690  serial 1.3690
     step 2  loss 0.9457  serial 0.9457
     step 3  loss 0.5604  serial 0.5604

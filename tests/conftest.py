@@ -101,7 +101,7 @@ def _usable() -> bool:
         return False
     try:
         return torch.ones((), device=REMOTE).item() == 1.0
-    except (dr.NodeFailed, dr.SessionClosed):
+    except (dr.errors.NodeFailed, dr.errors.SessionClosed):
         return False
 
 

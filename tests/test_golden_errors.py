@@ -67,7 +67,7 @@ def test_operands_on_different_nodes() -> None:
 aten.mm.default: operands live on different nodes: `self` on node 0 cuda:0 (HOST), `mat2` on node 1 cuda:0 (HOST)
   move one of them, for instance mat2.to(self.device)      (copies 36 B from node 1 cuda:0 to node 0 cuda:0)
 """,
-        dr.PlacementError,
+        dr.errors.PlacementError,
     )
 
 
@@ -78,7 +78,7 @@ def test_operands_on_different_devices() -> None:
 aten.cat.default: operands live on different devices: `tensors[0]` on node 0 cpu (HOST), `tensors[2]` on node 0 cuda:1 (HOST)
   move one of them, for instance tensors[2].to(tensors[0].device)      (copies 12 B from node 0 cuda:1 to node 0 cpu)
 """,
-        dr.PlacementError,
+        dr.errors.PlacementError,
     )
 
 
@@ -89,7 +89,7 @@ def test_a_local_tensor_among_the_operands() -> None:
 aten.add.Tensor: `other` (3,) is a local tensor on cpu, the other operands live on node 0 cpu (HOST)
   send it there: other.to("remote:2")      or read the remote ones: dr.fetch(...)
 """,
-        dr.PlacementError,
+        dr.errors.PlacementError,
     )
 
 
@@ -100,7 +100,7 @@ def test_a_local_tensor_that_would_be_written() -> None:
 aten.add_.Tensor: `self` () is local and written by this call, the other operands live on node 0 cpu (HOST)
   send it there: self.to("remote:2")      or read the remote ones: dr.fetch(...)
 """,
-        dr.PlacementError,
+        dr.errors.PlacementError,
     )
 
 
@@ -108,18 +108,20 @@ def test_no_such_device() -> None:
     says(
         lambda: at(0).cuda(7),
         "node 0 (HOST) has no device 'cuda:7': it has cpu, cuda:0, cuda:1",
-        dr.PlacementError,
+        dr.errors.PlacementError,
     )
     says(
         lambda: dr.on(1, "cuda:2"),
         "node 1 (HOST) has no device 'cuda:2': it has cpu, cuda:0, cuda:1",
-        dr.PlacementError,
+        dr.errors.PlacementError,
     )
 
 
 def test_no_such_node() -> None:
-    says(lambda: dr.node(2), "there is no node 2: this session has nodes 0, 1", dr.PlacementError)
-    says(lambda: at(0).to(node=5), "there is no node 5: this session has nodes 0, 1", dr.PlacementError)
+    says(lambda: dr.node(2), "there is no node 2: this session has nodes 0, 1", dr.errors.PlacementError)
+    says(
+        lambda: at(0).to(node=5), "there is no node 5: this session has nodes 0, 1", dr.errors.PlacementError
+    )
 
 
 # What a remote tensor cannot do
@@ -131,7 +133,7 @@ def test_pickling_a_tensor() -> None:
         """
 a tensor on node 1 cpu cannot be pickled: its values are on a worker. torch.save(state, path) fetches and saves it; elsewhere fetch it first: dr.fetch(state)
 """,
-        dr.NotSupportedError,
+        dr.errors.NotSupportedError,
     )
 
 
@@ -144,7 +146,7 @@ def test_pickling_a_closure_over_a_tensor() -> None:
         """
 a tensor on node 0 cpu cannot be pickled: its values are on a worker. torch.save(state, path) fetches and saves it; elsewhere fetch it first: dr.fetch(state)
 """,
-        dr.NotSupportedError,
+        dr.errors.NotSupportedError,
     )
 
 
@@ -198,13 +200,13 @@ def lose_a_worker() -> None:
     os.kill(dr.nodes()[1].pid, signal.SIGKILL)
     try:
         x.sum().item()
-    except dr.NodeFailed as error:
+    except dr.errors.NodeFailed as error:
         print("error", str(error).replace("\n", " / "))
     y = at(0)
     for mix in (lambda: x + y, lambda: y + x):
         try:
             mix()
-        except (dr.NodeFailed, dr.PlacementError) as mixed:
+        except (dr.errors.NodeFailed, dr.errors.PlacementError) as mixed:
             print("mixed", str(mixed).replace("\n", " / "))
     dr.shutdown()
 
@@ -220,8 +222,8 @@ def outlive_a_session() -> None:
     except RuntimeError as error:
         print("before", type(error).__name__, str(error).partition(",")[0])
     try:
-        dr.zeros(2)
-    except dr.SessionClosed as error:
+        dr.factories.zeros(2)
+    except dr.errors.SessionClosed as error:
         print("none", error)
     dr.init_master_worker(world_size=1, quiet=True)
     x = torch.ones(3, device=REMOTE)
@@ -238,7 +240,7 @@ def outlive_a_session() -> None:
         try:
             code()
             print("no error")
-        except dr.SessionClosed as error:
+        except dr.errors.SessionClosed as error:
             print("after", error)
     print("repr", repr(x))
     dr.init_master_worker(world_size=1, quiet=True)
@@ -254,7 +256,7 @@ def outlive_a_session() -> None:
         try:
             code()
             print("no error")
-        except dr.SessionClosed as error:
+        except dr.errors.SessionClosed as error:
             print("older", error)
     assert y.sum().item() == 3
     dr.shutdown()
@@ -292,7 +294,7 @@ def fork_with_a_session() -> None:
             try:
                 code()
                 print("no error")
-            except dr.SessionClosed as error:
+            except dr.errors.SessionClosed as error:
                 print("forked", error)
         assert torch.ones(3).sum().item() == 3 and repr(x)
         del x
@@ -321,7 +323,7 @@ def test_initialising_twice_with_other_arguments() -> None:
         """
 a session that was begun with other arguments is open: simulate_cuda: got 0, expected 2. Give the same arguments to get that session, or end it first: distruntime.shutdown()
 """,
-        dr.UsageError,
+        dr.errors.UsageError,
     )
 
 
@@ -377,7 +379,7 @@ def test_a_backend_of_the_data_channel(backend: str) -> None:
         f"""
 backend='{backend}' names a channel between workers; the command channel is always ZeroMQ: use backend="zmq", data_channel='{backend}'
 """,
-        dr.ConfigurationError,
+        dr.errors.ConfigurationError,
     )
 
 
@@ -385,7 +387,7 @@ def test_no_backend_at_all() -> None:
     says(
         lambda: dr.init_master_worker(backend="carrier pigeon"),
         """backend is "zmq", got 'carrier pigeon'; addresses of workers go into workers=["tcp://host:port", ...]""",
-        dr.ConfigurationError,
+        dr.errors.ConfigurationError,
     )
 
 
@@ -427,7 +429,7 @@ def test_no_backend_at_all() -> None:
     ],
 )
 def test_arguments_that_do_not_fit(arguments: dict[str, Any], text: str) -> None:
-    says(lambda: dr.init_master_worker(**arguments), text, dr.ConfigurationError)
+    says(lambda: dr.init_master_worker(**arguments), text, dr.errors.ConfigurationError)
 
 
 def find_nobody(folder: str) -> None:
@@ -439,11 +441,11 @@ def find_nobody(folder: str) -> None:
     for port in (free, deaf.getsockname()[1]):
         try:
             dr.init_master_worker(workers=[f"tcp://127.0.0.1:{port}"], timeout=1.0, insecure=True)
-        except dr.ConnectionFailed as error:
+        except dr.errors.ConnectionFailed as error:
             print("error", str(error).replace(str(port), "PORT").replace("\n", " / "))
     try:
         dr.init_master_worker(listen="tcp://127.0.0.1:*", world_size=2, timeout=1.0, insecure=True)
-    except dr.ConnectionFailed as error:
+    except dr.errors.ConnectionFailed as error:
         print("error", re.sub(r"1:\d+", "1:PORT", str(error)).replace("\n", " / "))
     assert not dr.is_initialized()
     deaf.close()

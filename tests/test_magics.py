@@ -45,7 +45,7 @@ def test_a_cell_runs_where_a_name_leads(shell: Any) -> None:
 @pytest.mark.parametrize("line", ["", "nowhere", "1 2 3", "torch"])
 def test_what_is_no_place_says_what_is(shell: Any, line: str) -> None:
     found = shell.run_cell(f"%%on {line}\nx = 1")
-    with pytest.raises(dr.UsageError, match=r"got %%on.*expected a node's number, as %%on 1"):
+    with pytest.raises(dr.errors.UsageError, match=r"got %%on.*expected a node's number, as %%on 1"):
         found.raise_error()
 
 
@@ -67,5 +67,5 @@ def test_the_nodes_are_shown(shell: Any, capsys: pytest.CaptureFixture[str]) -> 
     shell.run_cell("%dr_top").raise_error()
     assert "round trip" in capsys.readouterr().out
     found = shell.run_cell("%dr_top soon")
-    with pytest.raises(dr.UsageError, match="the number of looks"):
+    with pytest.raises(dr.errors.UsageError, match="the number of looks"):
         found.raise_error()

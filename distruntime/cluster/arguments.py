@@ -79,7 +79,7 @@ def check(
             f"apart; got {simulate_cuda!r}"
         )
     if launcher is not None and not isinstance(launcher, Launcher):
-        raise ConfigurationError(f"launcher is a distruntime.Launcher, got {launcher!r}")
+        raise ConfigurationError(f"launcher is a distruntime.workers.Launcher, got {launcher!r}")
     if launcher is not None and workers is not None:
         raise ConfigurationError(
             "workers= attaches to running daemons and launcher= starts workers: give one of the two"
@@ -168,7 +168,7 @@ def _check_workers(
         raise ConfigurationError(
             f"max_world_size is a number of workers, at least world_size ({world_size}), and goes with "
             f"listen=: got {max_world_size!r}"
-            + ("" if listen is not None else ". Elsewhere dr.add_worker() adds one")
+            + ("" if listen is not None else ". Elsewhere dr.workers.add_worker() adds one")
         )
 
 

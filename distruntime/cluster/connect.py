@@ -89,7 +89,7 @@ def init_master_worker(
             $DISTRUNTIME_WORKERS.
         listen: the address that workers dial: "tcp://0.0.0.0:29400"; or $DISTRUNTIME_LISTEN.
         max_world_size: with `listen`: workers that dial while the session runs become new nodes, up to so
-            many in all. Without it, `dr.add_worker()` lets one in.
+            many in all. Without it, `dr.workers.add_worker()` lets one in.
         session: a name, with which the session outlives this process, or $DISTRUNTIME_SESSION; workers keep
             its values, and a later master gets back what was published.
         resume: True attaches to the session of that name, on the workers that it has. "auto" attaches to it
@@ -100,7 +100,7 @@ def init_master_worker(
             hours.
         restart_workers: start a worker of this machine again when it dies; its tensors are lost, its node
             number is not.
-        launcher: who starts the workers: see `dr.Launcher`; the default starts processes of this machine.
+        launcher: who starts the workers: see `dr.workers.Launcher`; the default starts processes of this machine.
         simulate_cuda: the number of GPUs that each started worker simulates with CPU tensors.
         data_channel: how tensors move between workers: "gloo", "nccl", "xccl", "tcp", "tcp+tls", "mpi", a
             registered name, or one for each type of device, as {"cuda": "nccl", "cpu": "gloo"}. "auto" takes

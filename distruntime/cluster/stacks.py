@@ -1,4 +1,4 @@
-"""`dr.stacks`: where the threads of a worker are. And where this program is, which workers ask while somebody
+"""`dr.profiler.stacks`: where the threads of a worker are. And where this program is, which workers ask while somebody
 looks at them.
 """
 

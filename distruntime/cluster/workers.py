@@ -117,7 +117,7 @@ def add_worker(
     """Give the session one node more. Block until its worker is there.
 
     The new node has the next number, and its devices have the next numbers of devices. Groups and meshes that
-    are there stay as they are; `dr.new_group` and `dr.init_device_mesh` can use it at once.
+    are there stay as they are; `dr.distributed.new_group` and `dr.init_device_mesh` can use it at once.
 
     Args:
         address: where a daemon runs, as "tcp://gpubox:29400". Without it, a session that has started its
@@ -140,7 +140,7 @@ def add_worker(
     elif session.workers.launch is None and not session.channel.address:
         raise UsageError(
             "the workers of this session were named by address. Name this one, too: "
-            'dr.add_worker("tcp://host:29400")'
+            'dr.workers.add_worker("tcp://host:29400")'
         )
     with _adding:
         return _add(session, address, time.monotonic() + wait, wait)

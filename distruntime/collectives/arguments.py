@@ -20,7 +20,9 @@ from .group import ProcessGroup, groups_of
 def _group(value: object) -> ProcessGroup:
     """Return `value`; raise `UsageError` if it is no group."""
     if not isinstance(value, ProcessGroup):
-        raise UsageError(f"group must be what distruntime.new_group returned, got {type(value).__name__}")
+        raise UsageError(
+            f"group must be what distruntime.distributed.new_group returned, got {type(value).__name__}"
+        )
     return value
 
 

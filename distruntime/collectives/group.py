@@ -116,12 +116,12 @@ class ProcessGroup:
         shown = ", ".join(map(str, self.places[:4])) + (
             f", and {self.size() - 4} more" if self.size() > 4 else ""
         )
-        return f"<distruntime.ProcessGroup {self.number}, {state}{self.backend}: {shown}>"
+        return f"<distruntime.distributed.ProcessGroup {self.number}, {state}{self.backend}: {shown}>"
 
     def close(self) -> None:
         """Close the group, after what has been issued to it.
 
-        Return at once; `dr.destroy_process_group(group)` does the same.
+        Return at once; `dr.distributed.destroy_process_group(group)` does the same.
         """
         groups_of(self.session).close(self)
 
@@ -129,7 +129,7 @@ class ProcessGroup:
         """Raise what using the group raises, if it cannot be used."""
         self.session.require_open()
         if self.closed:
-            raise UsageError(f"{self!r} was closed; make it again: dr.new_group([...])")
+            raise UsageError(f"{self!r} was closed; make it again: dr.distributed.new_group([...])")
         if self.broken:
             left = [place for place in self.places if self.session.nodes[place.node].failed is None]
             plain = all(place == on_node(self.session.places, place.node) for place in left)
@@ -137,7 +137,7 @@ class ProcessGroup:
             members = ", ".join(str(place.node) for place in left) if plain else ", ".join(shown)
             raise NodeFailed(
                 f"{self!r} cannot go on: {self.broken}. Make a group of the members that are left: "
-                f"dr.new_group([{members}])"
+                f"dr.distributed.new_group([{members}])"
             )
 
 

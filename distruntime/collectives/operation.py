@@ -224,5 +224,5 @@ def require_operation(group: ProcessGroup, operation: str) -> None:
         have = ", ".join(sorted(group.capabilities.operations)) or "nothing"
         raise NotSupportedError(
             f"the data channel {group.backend!r} has no {operation}, only {have}: "
-            "make a group with another, dr.new_group(..., backend=...)"
+            "make a group with another, dr.distributed.new_group(..., backend=...)"
         )

@@ -74,7 +74,7 @@ class Partition:
         shown = ", ".join(map(str, self.places[:4])) + (
             f", and {len(self) - 4} more" if len(self) > 4 else ""
         )
-        return f"<distruntime.Partition {self.shape}: {shown}>"
+        return f"<distruntime.mesh.Partition {self.shape}: {shown}>"
 
     def __deepcopy__(self, memo: object) -> Partition:
         # Modules that know their partition are copied. It never changes, and it knows its session.

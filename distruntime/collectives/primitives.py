@@ -29,7 +29,7 @@ Width = int | tuple[int, int] | Sequence[tuple[int, int]]
 
 def _partition(value: object, name: str) -> Partition:
     if not isinstance(value, Partition):
-        raise UsageError(f"{name} must be a distruntime.Partition, got {type(value).__name__}")
+        raise UsageError(f"{name} must be a distruntime.mesh.Partition, got {type(value).__name__}")
     return value
 
 

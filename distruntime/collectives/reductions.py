@@ -35,9 +35,9 @@ def reduction(op: object) -> Reduction:
         kind, factor = _getstate(op)
         found = Reduction(kind.name, None if factor is None else float(factor))
     else:
-        raise UsageError(f"op must be a distruntime.ReduceOp, got {op!r}")
+        raise UsageError(f"op must be a distruntime.distributed.ReduceOp, got {op!r}")
     if (found.name == "PREMUL_SUM") != (found.factor is not None):
-        raise UsageError(f"ReduceOp.{found.name} needs its factor: distruntime.premul_sum(0.5)")
+        raise UsageError(f"ReduceOp.{found.name} needs its factor: distruntime.distributed.premul_sum(0.5)")
     return found
 
 

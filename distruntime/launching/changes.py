@@ -1,4 +1,4 @@
-"""`dr.on_nodes`: hear of workers that are lost, and of those that come in their place."""
+"""`dr.workers.on_nodes`: hear of workers that are lost, and of those that come in their place."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _Changes:
                     listener(change)
                 except Exception:
                     # It is the user's function. The others are to hear of the change, too.
-                    log.exception("a function that dr.on_nodes() was given failed for %s", change)
+                    log.exception("a function that dr.workers.on_nodes() was given failed for %s", change)
 
 
 _open: list[_Changes] = []

@@ -31,7 +31,7 @@ def all_reduce(lines: Lines, x: torch.Tensor, op: Op | str = "SUM") -> torch.Ten
     """Return the reduction of each line's tensors, at each of its members. Return at once.
 
     Args:
-        op: a `dr.ReduceOp`, or its name: "sum", "avg", "product", "min", "max", "band", "bor" or "bxor".
+        op: a `dr.distributed.ReduceOp`, or its name: "sum", "avg", "product", "min", "max", "band", "bor" or "bxor".
 
     The result has the shape of `x`.
     """
@@ -56,7 +56,7 @@ def reduce_scatter(lines: Lines, x: torch.Tensor, op: Op | str = "SUM") -> torch
 
     A tensor of shape (n, ...) becomes one of shape (n / lines.size, ...). Raises `NotSupportedError` unless
     `lines.size` divides n. `op` is as for `all_reduce`. Only sums have gradients: "sum", "avg" and what
-    `dr.premul_sum` returns.
+    `dr.distributed.premul_sum` returns.
     """
     given = _operand(lines, x)
     return _apply(lines, Collective("reduce_scatter", reduction_named(op)), given)

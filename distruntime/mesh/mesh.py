@@ -366,7 +366,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
     def __repr__(self) -> str:
         names = self.mesh_dim_names or [f"dim {d}" for d in range(self.ndim)]
         dims = ", ".join(f"{n}={s}" for n, s in zip(names, self.shape))
-        return f"<distruntime.DeviceMesh ({dims}), {self._mesh_log.place}>"
+        return f"<distruntime.mesh.DeviceMesh ({dims}), {self._mesh_log.place}>"
 
 
 _names = count()

@@ -93,7 +93,7 @@ def _refuse_shares(module: ModuleType) -> None:
             raise NotSupportedError(
                 "ZeroRedundancyOptimizer would update the parameters of rank 0 and leave out those of all "
                 "other ranks: this process has no rank, since it speaks for all members. "
-                f"dr.ShardedOptimizer(model.parameters(), {name}, mesh) keeps a share of the state at each "
+                f"dr.parallel.ShardedOptimizer(model.parameters(), {name}, mesh) keeps a share of the state at each "
                 f"member. Without shares, use the optimizer itself: {name}(model.parameters())"
             )
         init(self, params, optimizer_class, process_group, *args, **kwargs)
@@ -175,7 +175,7 @@ def _monitored(monitored_barrier: Callable[..., Any]) -> Callable[..., Any]:
         if mesh_group(group) is not None:
             raise NotSupportedError(
                 "monitored_barrier asks each rank, and this process has no rank, since it speaks for all "
-                "members. dr.barrier(dr.new_group(mesh.places), timeout=30) names who is late, and with what"
+                "members. dr.distributed.barrier(dr.distributed.new_group(mesh.places), timeout=30) names who is late, and with what"
             )
         return monitored_barrier(group, *args, **kwargs)
 
@@ -191,7 +191,7 @@ def _of_members(new_group: Callable[..., Any]) -> Callable[..., Any]:
             raise NotSupportedError(
                 f"a group with the backend {str(backend)!r} would wait for its other ranks, and this process "
                 f"is the only one: it speaks for all members. Leave backend= out, or make "
-                f"dr.new_group(places, backend={str(backend)!r}), which is one of the workers"
+                f"dr.distributed.new_group(places, backend={str(backend)!r}), which is one of the workers"
             )
         return new_group(ranks, timeout, backend, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""`dr.DataParallel`: a batch is shared among the members of a mesh, and looks whole from outside."""
+"""`dr.parallel.DataParallel`: a batch is shared among the members of a mesh, and looks whole from outside."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DataParallel(torch.nn.Module):
         super().__init__()
         if not isinstance(module, torch.nn.Module) or not isinstance(mesh, DeviceMesh):
             raise UsageError(
-                "dr.DataParallel takes a module and a mesh, dr.DataParallel(model, "
+                "dr.parallel.DataParallel takes a module and a mesh, dr.parallel.DataParallel(model, "
                 f'dr.init_device_mesh("cpu", (4,))); got {type(module).__name__} and {type(mesh).__name__}'
             )
         for name, t in (*module.named_parameters(), *module.named_buffers()):
@@ -73,7 +73,7 @@ class DataParallel(torch.nn.Module):
         rows = {t.shape[0] for t in flat if _is_cut(t) and not self._is_there(t)}
         if len(rows) > 1:
             raise UsageError(
-                "dr.DataParallel cuts all tensors along their first dimension, which has one size: "
+                "dr.parallel.DataParallel cuts all tensors along their first dimension, which has one size: "
                 f"got {sorted(rows)}. Keep what belongs to all rows in the module, or expand it"
             )
         n = len(self._mesh.places)

@@ -1,4 +1,4 @@
-"""`dr.Experts`: each member of a mesh holds some experts of a mixture, and takes all tokens for them."""
+"""`dr.parallel.Experts`: each member of a mesh holds some experts of a mixture, and takes all tokens for them."""
 
 from __future__ import annotations
 
@@ -62,11 +62,13 @@ class Experts(nn.Module):
         super().__init__()
         if not isinstance(mesh, DeviceMesh):
             raise UsageError(
-                "dr.Experts takes all experts and a mesh, dr.Experts(experts, "
+                "dr.parallel.Experts takes all experts and a mesh, dr.parallel.Experts(experts, "
                 f'dr.init_device_mesh("cpu", layout.with_experts(ep=2))); got {type(mesh).__name__}'
             )
         if isinstance(experts, nn.Module) and not isinstance(experts, (nn.ModuleList, nn.Sequential)):
-            raise UsageError(f"dr.Experts takes a list of all experts, got one {type(experts).__name__}")
+            raise UsageError(
+                f"dr.parallel.Experts takes a list of all experts, got one {type(experts).__name__}"
+            )
         self.along = _lines(mesh, ep, "ep")
         self._replicas = None if dp is None else _lines(mesh, dp, "dp")
         self._mesh, members = mesh, self.along.size
@@ -109,13 +111,13 @@ class Experts(nn.Module):
             at = home_of(t)
             if at is None or at.node is not self._mesh._mesh_log:
                 raise PlacementError(
-                    f"dr.Experts takes tensors on {self._mesh!r}, got one on "
+                    f"dr.parallel.Experts takes tensors on {self._mesh!r}, got one on "
                     f"{t.place if isinstance(t, DistributedTensor) else t.device}: t.to(mesh.device), and "
                     "of a DTensor t.to_local()"
                 )
         if weights.shape != chosen.shape or x.shape[:-1] != chosen.shape[:-1]:
             raise UsageError(
-                "dr.Experts takes tokens (..., features), and weights and chosen experts (..., k), got "
+                "dr.parallel.Experts takes tokens (..., features), and weights and chosen experts (..., k), got "
                 f"{tuple(x.shape)}, {tuple(weights.shape)} and {tuple(chosen.shape)}"
             )
         if chosen.dtype.is_floating_point or chosen.dtype == torch.bool:

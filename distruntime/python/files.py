@@ -1,4 +1,4 @@
-"""`dr.push` and `dr.pull`: files and folders to a worker and from it."""
+"""`dr.data.push` and `dr.data.pull`: files and folders to a worker and from it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def push(path: str | os.PathLike[str], node: object, to: str | os.PathLike[str] 
     home, given = host(node), _path(path)
     whole, is_folder, entries = listed(given)
     there, have = _answer(
-        run_at(home, here, "dr.push", _path(given if to is None else to), is_folder, [*map(list, entries)])
+        run_at(
+            home, here, "dr.data.push", _path(given if to is None else to), is_folder, [*map(list, entries)]
+        )
     )
     left = [(e, start) for e, start in zip(entries, have) if start >= 0]
     total = sum(e[1] - start for e, start in left)
@@ -80,16 +82,16 @@ def _answer(asked: object) -> tuple[str, list[int]]:
 
 def _sent(home: Residence, path: str, there: str, entry: Entry, start: int, moved: list[int]) -> object:
     """Send what is missing of a file. Return what is its name there, once it has that."""
-    incoming = run_at(home, Incoming, "dr.push", there, [*entry], start)
+    incoming = run_at(home, Incoming, "dr.data.push", there, [*entry], start)
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
         while data := file.read(_PART):
             part = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             sent = wrap(DistributedTensor, upload(part, home, stay_on_cpu=True))
             # Each part is written to what the one before has left. So the first failure is everybody's.
-            incoming = run_at(home, received, "dr.push", incoming, sent)
+            incoming = run_at(home, received, "dr.data.push", incoming, sent)
             moved[0] += len(data)
-    return run_at(home, ended, "dr.push", incoming)
+    return run_at(home, ended, "dr.data.push", incoming)
 
 
 @without_our_frames
@@ -109,7 +111,7 @@ def pull(path: str | os.PathLike[str], node: object, to: str | os.PathLike[str] 
         NotSupportedError: the worker was started with `--no-functions`.
     """
     home, given = host(node), _path(path)
-    match fetch(run_at(home, listed, "dr.pull", given)):
+    match fetch(run_at(home, listed, "dr.data.pull", given)):
         case (str(there), bool(is_folder), list(entries)):
             pass
         case other:
@@ -142,7 +144,7 @@ def _received(home: Residence, path: str, whole: str, entry: Entry, start: int, 
         while start < nbytes and len(coming) < _AHEAD:
             count = min(_PART, nbytes - start)
             coming.append(
-                fetch_async(run_at(home, piece_of, "dr.pull", path, start, count, options=_bytes(count)))
+                fetch_async(run_at(home, piece_of, "dr.data.pull", path, start, count, options=_bytes(count)))
             )
             start += count
         data = coming.popleft().result()

@@ -1,4 +1,4 @@
-"""`dr.data_loader`: batches that are made at a worker, asked for ahead of need."""
+"""`dr.data.data_loader`: batches that are made at a worker, asked for ahead of need."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class DataLoader:
         code: list[object] = [one if callable(one) else type(one) for one in (given, *options.values())]
         self._captured = Captured(code, "dataset")
         self._made = [
-            run_at(home, Loader, "dr.data_loader", given, home.place, share, seed, dict(options))
+            run_at(home, Loader, "dr.data.data_loader", given, home.place, share, seed, dict(options))
             for home, share in _shares(node, mesh_dim)
         ]
         self._homes = [home for home, _ in _shares(node, mesh_dim)]
@@ -84,7 +84,8 @@ class DataLoader:
         if self._length is None:
             # All members are asked, so that nobody's failure stays unread.
             asked = [
-                run_at(home, length_of, "dr.data_loader", made) for home, made in zip(self._homes, self._made)
+                run_at(home, length_of, "dr.data.data_loader", made)
+                for home, made in zip(self._homes, self._made)
             ]
             found, *_ = fetch(asked)
             if not isinstance(found, int):
@@ -122,7 +123,7 @@ class DataLoader:
             self._told.add(changed)
             warn(
                 f"`{changed}` has changed since this data loader was made, and its worker goes on with what "
-                "it was then: make another loader, dr.data_loader(...), whose load_state_dict goes on here"
+                "it was then: make another loader, dr.data.data_loader(...), whose load_state_dict goes on here"
             )
         drop(self._asked)
         self._asked = deque()
@@ -175,7 +176,7 @@ class _Epoch:
     def __init__(self, loader: DataLoader, epoch: int, first: int) -> None:
         self._of, self._epoch = loader, epoch
         self._begun = [
-            run_at(home, begun, "dr.data_loader", made, epoch, first)
+            run_at(home, begun, "dr.data.data_loader", made, epoch, first)
             for home, made in zip(loader._homes, loader._made)
         ]
         self._asked = loader._asked
@@ -218,7 +219,7 @@ class _Epoch:
         with torch.no_grad():
             self._asked.append(
                 [
-                    ask_ahead(home, next_of, "dr.data_loader", loader, own=True)
+                    ask_ahead(home, next_of, "dr.data.data_loader", loader, own=True)
                     for home, loader in zip(self._of._homes, self._begun)
                 ]
             )

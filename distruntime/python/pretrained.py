@@ -1,4 +1,4 @@
-"""`dr.from_pretrained`: a model of transformers whose weights lie at a worker."""
+"""`dr.data.from_pretrained`: a model of transformers whose weights lie at a worker."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def from_pretrained(
     transformers: _Theirs = importlib.import_module("transformers")
     path = os.fspath(folder)
     home = active_session().places.residence(node.places[0], numbered=False) if is_mesh(node) else where(node)
-    texts = fetch(run_at(home, texts_of, "dr.from_pretrained", path, [*_FILES]))
+    texts = fetch(run_at(home, texts_of, "dr.data.from_pretrained", path, [*_FILES]))
     assert isinstance(texts, list)
     if texts[0] is None:
         raise FileNotFoundError(

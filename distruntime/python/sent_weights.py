@@ -79,7 +79,9 @@ def _indexed(folder: str, index: str) -> dict[str, list[str] | None]:
         mine.append(name)
     missing = [path for path in found if not os.path.isfile(path)]
     if missing:
-        raise FileNotFoundError(f"{index} names {missing[0]}, and it is not there: bring it, dr.push(...)")
+        raise FileNotFoundError(
+            f"{index} names {missing[0]}, and it is not there: bring it, dr.data.push(...)"
+        )
     return found
 
 

@@ -1,4 +1,4 @@
-"""`dr.ship` and `dr.compare`: the user's packages on the workers, and what is installed on each node."""
+"""`dr.workers.ship` and `dr.workers.compare`: the user's packages on the workers, and what is installed on each node."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ def _packed(what: str | os.PathLike[str] | ModuleType, only: tuple[str, int] | N
     total = sum(os.path.getsize(path) for _, path in files)
     if total > _MOST:
         raise UsageError(
-            f"{name} has {total >> 20} MB, and dr.ship sends {_MOST >> 20} MB of code at most: send data "
-            "with dr.push(folder, node)"
+            f"{name} has {total >> 20} MB, and dr.workers.ship sends {_MOST >> 20} MB of code at most: send data "
+            "with dr.data.push(folder, node)"
         )
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
@@ -151,15 +151,19 @@ def _files(what: str | os.PathLike[str] | ModuleType) -> tuple[str, list[tuple[s
         return name, _found(name, [(inside + own, file) for own, file in _below(path)])
     if text == "__main__" or not all(part.isidentifier() for part in text.split(".")):
         raise UsageError(
-            f"dr.ship({text!r}): expected the name of a package or a module, a module, or a folder (a path "
+            f"dr.workers.ship({text!r}): expected the name of a package or a module, a module, or a folder (a path "
             "with a slash). What the script itself defines travels by itself"
         )
     name = text.partition(".")[0]
     spec = importlib.util.find_spec(name)
     if spec is None or (spec.submodule_search_locations is None and not spec.has_location):
-        near = f" There is a folder {path}: dr.ship('./{text}') sends that." if os.path.isdir(path) else ""
+        near = (
+            f" There is a folder {path}: dr.workers.ship('./{text}') sends that."
+            if os.path.isdir(path)
+            else ""
+        )
         raise UsageError(
-            f"dr.ship({text!r}): there is no package {name!r} here that has files; expected what `import "
+            f"dr.workers.ship({text!r}): there is no package {name!r} here that has files; expected what `import "
             f"{name}` finds.{near}"
         )
     if spec.submodule_search_locations is None:
@@ -171,7 +175,7 @@ def _files(what: str | os.PathLike[str] | ModuleType) -> tuple[str, list[tuple[s
 
 def _found(name: str, files: list[tuple[str, str]]) -> list[tuple[str, str]]:
     if not files:
-        raise UsageError(f"dr.ship: {name} has no files")
+        raise UsageError(f"dr.workers.ship: {name} has no files")
     return sorted(files)
 
 
@@ -213,7 +217,9 @@ class Comparison:
 
     def _rest(self) -> str:
         same = len(self.versions) - len(self._shown)
-        return f"{same} more are the same on all: dr.compare(packages=[...]) shows some" if same else ""
+        return (
+            f"{same} more are the same on all: dr.workers.compare(packages=[...]) shows some" if same else ""
+        )
 
     def __repr__(self) -> str:
         rest = self._rest()
@@ -226,9 +232,9 @@ class Comparison:
 def _versions_at(node: Node) -> object:
     """Ask for the versions on a node. To another version of Python travels a text instead of our code."""
     if runs_our_code(node):
-        return run_at(host(node.index), versions, "dr.compare")
+        return run_at(host(node.index), versions, "dr.workers.compare")
     told = {"python": node.welcome.python, "torch": node.welcome.torch}
-    return run_at(host(node.index), eval, "dr.compare", f"{{**{_INSTALLED}, **{told!r}}}")
+    return run_at(host(node.index), eval, "dr.workers.compare", f"{{**{_INSTALLED}, **{told!r}}}")
 
 
 @without_our_frames

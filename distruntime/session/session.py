@@ -317,7 +317,7 @@ class Session:
     def throttle(self, node: Log, why: str = "a full window") -> None:
         """Block while the window of `node` is full; first send what has gathered for the other nodes.
 
-        `why` is how `dr.stalls` names the wait.
+        `why` is how `dr.profiler.stalls` names the wait.
         """
         # A few words more than the window are better than a thread that waits with the lock.
         if self._inside():

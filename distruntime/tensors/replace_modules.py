@@ -1,4 +1,4 @@
-"""`dr.replace_modules`: other modules in the place of those that a rule names."""
+"""`dr.nn.replace_modules`: other modules in the place of those that a rule names."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def check_adjoint(
     """
     leaves = [_leaf(x, k) for k, x in enumerate(xs)]
     if not leaves:
-        raise dr.UsageError("check_adjoint takes a list of tensors, got an empty one")
+        raise dr.errors.UsageError("check_adjoint takes a list of tensors, got an empty one")
     outs = _listed(f(leaves))
     with torch.no_grad():
         constants = _listed(f([torch.zeros_like(x) for x in leaves]))
@@ -46,7 +46,7 @@ def check_adjoint(
     ys = [torch.randn(y.shape, dtype=y.dtype, generator=generator, device="cpu") for y in outs]
     wanted = [(out, y.to(out.device)) for out, y in zip(outs, ys) if out.requires_grad]
     if not wanted:
-        raise dr.UsageError("no result of f depends on xs by a gradient")
+        raise dr.errors.UsageError("no result of f depends on xs by a gradient")
     grads = torch.autograd.grad(
         [out for out, _ in wanted], leaves, [y for _, y in wanted], allow_unused=True, materialize_grads=True
     )
@@ -75,7 +75,7 @@ def check_adjoint(
 def _leaf(x: object, k: int) -> torch.Tensor:
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         got = f"{x.dtype}" if isinstance(x, torch.Tensor) else type(x).__name__
-        raise dr.UsageError(f"xs[{k}] is a tensor of floating point numbers, got {got}")
+        raise dr.errors.UsageError(f"xs[{k}] is a tensor of floating point numbers, got {got}")
     return x.detach().clone().requires_grad_()
 
 

@@ -86,19 +86,19 @@ def _in_place(act: Callable[[Tensors, ProcessGroup], object]) -> Callable[[Tenso
 def _all_gather(xs: Tensors, group: ProcessGroup) -> Tensors:
     # The size is that of what comes out.
     outs = [x.new_empty(x.numel()) for x in xs]
-    dr.all_gather_into_tensor(outs, [x[: x.numel() // len(xs)] for x in xs], group)
+    dr.distributed.all_gather_into_tensor(outs, [x[: x.numel() // len(xs)] for x in xs], group)
     return outs
 
 
 def _reduce_scatter(xs: Tensors, group: ProcessGroup) -> Tensors:
     outs = [x.new_empty(x.numel() // len(xs)) for x in xs]
-    dr.reduce_scatter_tensor(outs, xs, group=group)
+    dr.distributed.reduce_scatter_tensor(outs, xs, group=group)
     return outs
 
 
 def _all_to_all(xs: Tensors, group: ProcessGroup) -> Tensors:
     outs = [torch.empty_like(x) for x in xs]
-    dr.all_to_all_single(outs, xs, group=group)
+    dr.distributed.all_to_all_single(outs, xs, group=group)
     return outs
 
 
@@ -117,7 +117,9 @@ def _parts(xs: Tensors, k: int) -> list[torch.Tensor]:
 
 
 _KINDS = {
-    "all_reduce": _Kind(_in_place(lambda xs, g: dr.all_reduce(xs, group=g)), _sum, lambda n: 2 * (n - 1) / n),
+    "all_reduce": _Kind(
+        _in_place(lambda xs, g: dr.distributed.all_reduce(xs, group=g)), _sum, lambda n: 2 * (n - 1) / n
+    ),
     "all_gather": _Kind(
         _all_gather, lambda xs, k: torch.cat([x[: x.numel() // len(xs)] for x in xs]), lambda n: (n - 1) / n
     ),
@@ -125,7 +127,9 @@ _KINDS = {
         _reduce_scatter, lambda xs, k: torch.stack(_parts(xs, k)).sum(0), lambda n: (n - 1) / n
     ),
     "broadcast": _Kind(
-        _in_place(lambda xs, g: dr.broadcast(xs, group_src=0, group=g)), lambda xs, k: xs[0], lambda n: 1.0
+        _in_place(lambda xs, g: dr.distributed.broadcast(xs, group_src=0, group=g)),
+        lambda xs, k: xs[0],
+        lambda n: 1.0,
     ),
     "all_to_all": _Kind(_all_to_all, lambda xs, k: torch.cat(_parts(xs, k)), lambda n: (n - 1) / n),
     "send to the next": _Kind(_ring, lambda xs, k: xs[k - 1], lambda n: 1.0),
@@ -139,8 +143,8 @@ def check_collectives(
     """Try each collective of a group: compare what it gives, then time it. Block for seconds.
 
     Args:
-        group: `dr.new_group(...)`; None: all nodes of the session. For a line of a mesh, name its members:
-            `dr.new_group([mesh.places[k] for k in layout.groups("data")[0]])`.
+        group: `dr.distributed.new_group(...)`; None: all nodes of the session. For a line of a mesh, name its members:
+            `dr.distributed.new_group([mesh.places[k] for k in layout.groups("data")[0]])`.
         sizes: in bytes for each member.
         repeat: so many calls are timed together, behind one that is not.
 
@@ -151,11 +155,11 @@ def check_collectives(
         AssertionError: a collective gives a member something else than it should; the text names both.
         UsageError: the group is of a mesh or has one member, or a size is too small.
     """
-    found = dr.new_group() if group is None else group
+    found = dr.distributed.new_group() if group is None else group
     if not isinstance(found, ProcessGroup):
         raise UsageError(
-            f"check_collectives takes a group of dr.new_group(places), got {type(found).__name__}. For a "
-            "line of a mesh, name its members: dr.new_group([mesh.places[k] for k in layout.groups(mode)[0]])"
+            f"check_collectives takes a group of dr.distributed.new_group(places), got {type(found).__name__}. For a "
+            "line of a mesh, name its members: dr.distributed.new_group([mesh.places[k] for k in layout.groups(mode)[0]])"
         )
     members = found.size()
     if members < 2:

@@ -34,7 +34,9 @@ _PROMPT = 30.0
 _ROUNDS = 3
 
 
-def check_data_channel(channel: str | type[dr.DataChannel], sizes: Sequence[int] = (2, 3)) -> None:
+def check_data_channel(
+    channel: str | type[dr.distributed.DataChannel], sizes: Sequence[int] = (2, 3)
+) -> None:
     """Check that a data channel does what its `capabilities` declare, and refuses the rest.
 
     Block for seconds.
@@ -55,9 +57,9 @@ def check_data_channel(channel: str | type[dr.DataChannel], sizes: Sequence[int]
     """
     name = channel if isinstance(channel, str) else channel.__name__
     if not isinstance(channel, str):
-        dr.register_data_channel(name, channel)
+        dr.distributed.register_data_channel(name, channel)
     if not sizes or min(sizes) < 2:
-        raise dr.UsageError(f"sizes are numbers of members, at least 2 each, got {sizes!r}")
+        raise dr.errors.UsageError(f"sizes are numbers of members, at least 2 each, got {sizes!r}")
     ours = not dr.is_initialized()
     if ours:
         dr.init_master_worker(world_size=max(sizes), data_channel=name, quiet=True)
@@ -79,23 +81,23 @@ class _Check:
 
     def __init__(self, name: str, size: int) -> None:
         if len(dr.nodes()) < size:
-            raise dr.UsageError(
+            raise dr.errors.UsageError(
                 f"groups of {size} members are tried, and the session has {len(dr.nodes())} nodes: give "
                 "sizes="
             )
         self.name, self.size = name, size
         homes = [active_session().places.residence(dr.place(k, "cpu")) for k in range(size)]
         if groups_of(active_session()).channels.name_for(homes, None) != name:
-            raise dr.UsageError(
+            raise dr.errors.UsageError(
                 f"copies in this session use another data channel: open it with data_channel={name!r}"
             )
         self.places = [dr.place(k, "cpu") for k in range(size)]
         try:
-            self.group = dr.new_group(self.places, backend=name)
-        except dr.NotSupportedError:
+            self.group = dr.distributed.new_group(self.places, backend=name)
+        except dr.errors.NotSupportedError:
             # This data channel takes tensors of GPUs only.
             self.places = [accelerator_of(k) for k in range(size)]
-            self.group = dr.new_group(self.places, backend=name)
+            self.group = dr.distributed.new_group(self.places, backend=name)
         self.has = self.group.capabilities
         self._random = torch.Generator().manual_seed(size)
 
@@ -209,12 +211,12 @@ class _Check:
                 rows = self.rows(dtype, *shape)
                 with self.trying(f"broadcast from rank {root} of {text_of(rows[0])}"):
                     tensors = self.there(rows)
-                    dr.broadcast(tensors, group=self.group, group_src=root)
+                    dr.distributed.broadcast(tensors, group=self.group, group_src=root)
                     require_same(tensors, [rows[root]] * self.size)
         wide = self.there(self.rows(torch.float32, 6, 4))
         with self.trying("broadcast of transposed tensors, (4, 6) float32"):
             wanted = wide[0].cpu().t()
-            dr.broadcast([t.t() for t in wide], group=self.group)
+            dr.distributed.broadcast([t.t() for t in wide], group=self.group)
             require_same([t.t() for t in wide], [wanted] * self.size)
 
     def all_gather(self) -> None:
@@ -222,7 +224,7 @@ class _Check:
             rows = self.rows(dtype, *shape)
             with self.trying(f"all_gather of {text_of(rows[0])}"):
                 lists = self.lists(dtype, *shape)
-                dr.all_gather(lists, self.there(rows), group=self.group)
+                dr.distributed.all_gather(lists, self.there(rows), group=self.group)
                 for found in lists:
                     require_same(found, rows)
 
@@ -232,7 +234,7 @@ class _Check:
                 rows = self.rows(dtype, *shape)
                 with self.trying(f"gather to rank {root} of {text_of(rows[0])}"):
                     found = self.there_at(root, [torch.zeros_like(row) for row in rows])
-                    dr.gather(self.there(rows), found, group=self.group, group_dst=root)
+                    dr.distributed.gather(self.there(rows), found, group=self.group, group_dst=root)
                     require_same(found, rows)
 
     def scatter(self) -> None:
@@ -241,7 +243,9 @@ class _Check:
                 rows = self.rows(dtype, *shape)
                 with self.trying(f"scatter from rank {root} of {text_of(rows[0])}"):
                     tensors = self.there([torch.zeros_like(row) for row in rows])
-                    dr.scatter(tensors, self.there_at(root, rows), group=self.group, group_src=root)
+                    dr.distributed.scatter(
+                        tensors, self.there_at(root, rows), group=self.group, group_src=root
+                    )
                     require_same(tensors, rows)
 
     def all_to_all(self) -> None:
@@ -249,7 +253,7 @@ class _Check:
             table = [self.rows(dtype, *shape) for _ in self.places]
             with self.trying(f"all_to_all of {text_of(table[0][0])}"):
                 lists = self.lists(dtype, *shape)
-                dr.all_to_all(
+                dr.distributed.all_to_all(
                     lists, [self.there_at(rank, row) for rank, row in enumerate(table)], group=self.group
                 )
                 for rank, found in enumerate(lists):
@@ -261,13 +265,15 @@ class _Check:
             parts = [row.split(sizes) for row, sizes in zip(rows, splits)]
             wanted = [torch.cat([part[rank] for part in parts]) for rank in range(self.size)]
             outputs = self.there([torch.zeros_like(t) for t in wanted])
-            dr.all_to_all_single(outputs, self.there(rows), input_split_sizes=splits, group=self.group)
+            dr.distributed.all_to_all_single(
+                outputs, self.there(rows), input_split_sizes=splits, group=self.group
+            )
             require_same(outputs, wanted)
 
     def barrier(self) -> None:
         with self.trying("barrier"):
             for _ in range(_ROUNDS):
-                dr.barrier(self.group, timeout=_PROMPT)
+                dr.distributed.barrier(self.group, timeout=_PROMPT)
 
     # -- what is reduced -----------------------------------------------------------------------------------
 
@@ -282,19 +288,19 @@ class _Check:
                 rows = self.rows(dtype, *shape)
                 with self.trying(f"all_reduce by {op} of {text_of(rows[0])}"):
                     tensors = self.there(rows)
-                    dr.all_reduce(tensors, given, group=self.group)
+                    dr.distributed.all_reduce(tensors, given, group=self.group)
                     require_same(tensors, [reduced_here(op, rows)] * self.size)
         # The check takes float32 or int32 if the channel can.
         op, given, dtype = min(self._declared(), key=lambda declared: abs(declared[2].itemsize - 4))
         rows = self.rows(dtype, _LARGE)
         with self.trying(f"all_reduce by {op} of {text_of(rows[0])}"):
             tensors = self.there(rows)
-            dr.all_reduce(tensors, given, group=self.group)
+            dr.distributed.all_reduce(tensors, given, group=self.group)
             require_same(tensors, [reduced_here(op, rows)] * self.size)
         rows = self.rows(dtype, 6, 4)
         with self.trying(f"all_reduce by {op} of transposed tensors, {text_of(rows[0].t())}"):
             tensors = self.there(rows)
-            dr.all_reduce([t.t() for t in tensors], given, group=self.group)
+            dr.distributed.all_reduce([t.t() for t in tensors], given, group=self.group)
             require_same(tensors, [reduced_here(op, rows)] * self.size)
 
     def reduce(self) -> None:
@@ -303,7 +309,7 @@ class _Check:
                 rows = self.rows(dtype, 7, 3)
                 with self.trying(f"reduce by {op} to rank {root} of {text_of(rows[0])}"):
                     tensors = self.there(rows)
-                    dr.reduce(tensors, op=given, group=self.group, group_dst=root)
+                    dr.distributed.reduce(tensors, op=given, group=self.group, group_dst=root)
                     require_same(
                         tensors,
                         [reduced_here(op, rows) if rank == root else row for rank, row in enumerate(rows)],
@@ -314,7 +320,7 @@ class _Check:
             rows = self.rows(dtype, 5 * self.size, 3)
             with self.trying(f"reduce_scatter by {op} of {text_of(rows[0])}"):
                 outputs = self.there([torch.zeros(5, 3, dtype=dtype) for _ in rows])
-                dr.reduce_scatter_tensor(outputs, self.there(rows), given, group=self.group)
+                dr.distributed.reduce_scatter_tensor(outputs, self.there(rows), given, group=self.group)
                 require_same(outputs, list(reduced_here(op, rows).chunk(self.size)))
 
     # -- groups, refusals and failures ---------------------------------------------------------------------
@@ -339,21 +345,21 @@ class _Check:
         table = [[t] * self.size for t in rows]
         calls: dict[str, Callable[[], object]] = {
             "send": lambda: move_to(rows[0], self.places[1]),
-            "broadcast": lambda: dr.broadcast(rows, group=self.group),
-            "all_gather": lambda: dr.all_gather(table, rows, group=self.group),
-            "gather": lambda: dr.gather(rows, table[0], group=self.group),
-            "scatter": lambda: dr.scatter(rows, table[0], group=self.group),
-            "all_to_all": lambda: dr.all_to_all(table, table, group=self.group),
-            "barrier": lambda: dr.barrier(self.group),
-            "all_reduce": lambda: dr.all_reduce(rows, reduction_op(op), group=self.group),
-            "reduce": lambda: dr.reduce(rows, op=reduction_op(op), group=self.group),
-            "reduce_scatter": lambda: dr.reduce_scatter_tensor(
+            "broadcast": lambda: dr.distributed.broadcast(rows, group=self.group),
+            "all_gather": lambda: dr.distributed.all_gather(table, rows, group=self.group),
+            "gather": lambda: dr.distributed.gather(rows, table[0], group=self.group),
+            "scatter": lambda: dr.distributed.scatter(rows, table[0], group=self.group),
+            "all_to_all": lambda: dr.distributed.all_to_all(table, table, group=self.group),
+            "barrier": lambda: dr.distributed.barrier(self.group),
+            "all_reduce": lambda: dr.distributed.all_reduce(rows, reduction_op(op), group=self.group),
+            "reduce": lambda: dr.distributed.reduce(rows, op=reduction_op(op), group=self.group),
+            "reduce_scatter": lambda: dr.distributed.reduce_scatter_tensor(
                 [t[:2] for t in rows], rows, reduction_op(op), group=self.group
             ),
         }
         try:
             calls[operation]()
-        except dr.NotSupportedError:
+        except dr.errors.NotSupportedError:
             return
         reduced = f" by {op} of {str(dtype)[6:]}" if operation in REDUCES else ""
         raise AssertionError(
@@ -365,21 +371,21 @@ class _Check:
         """Several groups of the same members side by side, closed and made again."""
         for _ in range(_ROUNDS):
             with self.trying("groups of the same members, made, used and closed again and again"):
-                groups = [dr.new_group(self.places, backend=self.name) for _ in range(2)]
+                groups = [dr.distributed.new_group(self.places, backend=self.name) for _ in range(2)]
                 for group in groups:
                     self._use(group)
                 groups[0].close()
                 self._use(groups[1])
                 groups[1].close()
 
-    def _use(self, group: dr.ProcessGroup) -> None:
+    def _use(self, group: dr.distributed.ProcessGroup) -> None:
         rows = self.rows(torch.uint8, 9)
         tensors = self.there(rows)
         if "broadcast" in self.has.operations:
-            dr.broadcast(tensors, group=group)
+            dr.distributed.broadcast(tensors, group=group)
             require_same(tensors, [rows[0]] * self.size)
         elif "barrier" in self.has.operations:
-            dr.barrier(group, timeout=_PROMPT)
+            dr.distributed.barrier(group, timeout=_PROMPT)
 
     def deaths(self) -> None:
         """A member that is killed while others wait for it ends their waiting."""
@@ -389,15 +395,15 @@ class _Check:
             dr.synchronize()
             with killed(pids[self.size - 1]):
                 if "broadcast" in self.has.operations:
-                    dr.broadcast(rows, group=self.group, group_src=self.size - 1)
+                    dr.distributed.broadcast(rows, group=self.group, group_src=self.size - 1)
                 elif "all_gather" in self.has.operations:
-                    dr.all_gather([[t] * self.size for t in rows], rows, group=self.group)
+                    dr.distributed.all_gather([[t] * self.size for t in rows], rows, group=self.group)
                 else:
-                    dr.barrier(self.group, async_op=True)
+                    dr.distributed.barrier(self.group, async_op=True)
             self._fails("a collective whose last rank was killed", rows[0])
         if "send" in self.has.operations:
             # Nobody has read the failure of the one before at this member.
-            with suppress(dr.NodeFailed):
+            with suppress(dr.errors.NodeFailed):
                 dr.synchronize(1)
             value = self.at(1, self.draw(torch.float32, _LARGE))
             dr.synchronize(1)
@@ -409,9 +415,9 @@ class _Check:
         try:
             dr.fetch(result, timeout=_PROMPT)
             dr.synchronize(result.place.node, timeout=_PROMPT)  # type: ignore[attr-defined]
-        except dr.NodeFailed:
+        except dr.errors.NodeFailed:
             return
-        except dr.WaitTimeout as error:
+        except dr.errors.WaitTimeout as error:
             raise AssertionError(
                 f"data channel {self.name!r}, {what}: abort() does not end the others' waiting: {error}"
             ) from error

@@ -31,11 +31,13 @@ FACTOR = 0.5
 Tensors = list[torch.Tensor]
 
 
-def accelerator_of(node: int) -> dr.Place:
+def accelerator_of(node: int) -> dr.types.Place:
     """Return an accelerator of a node, another one for each node where all of them see the same."""
     names = [device.name for device in dr.nodes()[node].devices if device.name != "cpu"]
     if not names:
-        raise dr.UsageError(f"this data channel takes tensors of GPUs only, and node {node} offers none")
+        raise dr.errors.UsageError(
+            f"this data channel takes tensors of GPUs only, and node {node} offers none"
+        )
     return dr.place(node, f"accelerator:{names[node % len(names)].partition(':')[2]}")
 
 
@@ -49,13 +51,15 @@ def killed(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGKILL)
 
 
-def move_to(value: torch.Tensor, place: dr.Place) -> torch.Tensor:
+def move_to(value: torch.Tensor, place: dr.types.Place) -> torch.Tensor:
     assert isinstance(value, dr.DistributedTensor)
     return value.to(place)
 
 
 def reduction_op(name: str) -> Op:
-    found: Op = dr.premul_sum(FACTOR) if name == "PREMUL_SUM" else getattr(dr.ReduceOp, name)
+    found: Op = (
+        dr.distributed.premul_sum(FACTOR) if name == "PREMUL_SUM" else getattr(dr.distributed.ReduceOp, name)
+    )
     return found
 
 

@@ -16,7 +16,7 @@ from ..session.session import active_session
 
 
 def check_launcher(
-    launcher: dr.Launcher, *, listen: str | None = None, timeout: float = 60.0, insecure: bool = False
+    launcher: dr.workers.Launcher, *, listen: str | None = None, timeout: float = 60.0, insecure: bool = False
 ) -> None:
     """Check that a launcher starts, watches and ends workers as a session needs it. Block for a minute.
 
@@ -30,11 +30,13 @@ def check_launcher(
         insecure: as `init_master_worker` takes it.
 
     Raises:
-        AssertionError: something is not as `dr.Launcher` and `dr.WorkerProcess` say; the text names it.
+        AssertionError: something is not as `dr.workers.Launcher` and `dr.workers.WorkerProcess` say; the text names it.
             UsageError: there is a session.
     """
     if dr.is_initialized():
-        raise dr.UsageError("check_launcher opens sessions of its own: end the open one first, dr.shutdown()")
+        raise dr.errors.UsageError(
+            "check_launcher opens sessions of its own: end the open one first, dr.shutdown()"
+        )
     options = _Options(launcher, listen, timeout, insecure)
     try:
         _check_one_session(options)
@@ -48,7 +50,7 @@ def check_launcher(
 
 @dataclass(frozen=True)
 class _Options:
-    launcher: dr.Launcher
+    launcher: dr.workers.Launcher
     listen: str | None
     timeout: float
     insecure: bool
@@ -73,10 +75,12 @@ class _Options:
             time.sleep(0.02)
 
 
-def _started() -> list[dr.WorkerProcess]:
+def _started() -> list[dr.workers.WorkerProcess]:
     workers = [worker for worker in active_session().workers if worker is not None]
     for worker in workers:
-        assert isinstance(worker, dr.WorkerProcess), f"start() returns a dr.WorkerProcess, got {worker!r}"
+        assert isinstance(worker, dr.workers.WorkerProcess), (
+            f"start() returns a dr.workers.WorkerProcess, got {worker!r}"
+        )
         assert isinstance(worker.pid, int), f"pid is an int, got {worker.pid!r}"
         assert isinstance(worker.last_lines(5), str), f"last_lines(5) is a str, got {worker.last_lines(5)!r}"
         assert worker.last_lines(5).count("\n") < 5, "last_lines(5) has more than five lines"

@@ -1,4 +1,4 @@
-"""`dr.detect_nan`: which operator was the first to give NaN, in which module, and on which line."""
+"""`dr.profiler.detect_nan`: which operator was the first to give NaN, in which module, and on which line."""
 
 from __future__ import annotations
 

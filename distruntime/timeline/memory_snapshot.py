@@ -1,4 +1,4 @@
-"""`dr.memory_snapshot`: a worker's memory in the format of torch's own viewer, https://pytorch.org/memory_viz.
+"""`dr.profiler.memory_snapshot`: a worker's memory in the format of torch's own viewer, https://pytorch.org/memory_viz.
 
 On a worker with CUDA it is what torch's allocator says there. Elsewhere it is made of the values that live:
 torch keeps no account of a CPU's memory. In both, a block of memory names the lines of this program that made
@@ -61,7 +61,7 @@ def memory_snapshot(
     The file is for https://pytorch.org/memory_viz and for `torch.cuda._memory_viz`. A block begins its frames
     with the lines of this program that made the value in it. GPU k of the worker is device k. The CPU comes
     after the last GPU, and simulated GPUs are the CPU. Torch's history of events is there where
-    `dr.record_memory_history()` has switched it on, on GPUs. For a CPU the events are those of the values
+    `dr.profiler.record_memory_history()` has switched it on, on GPUs. For a CPU the events are those of the values
     that live still, in the order in which this program has made them. Block until the worker has brought it.
 
     Args:
@@ -102,7 +102,7 @@ def record_memory_history(
     node: int | None = None,
     max_entries: int = _ENTRIES,
 ) -> None:
-    """Switch torch's history of the memory of workers' GPUs on or off, for `dr.memory_snapshot`.
+    """Switch torch's history of the memory of workers' GPUs on or off, for `dr.profiler.memory_snapshot`.
 
     It is `torch.cuda.memory._record_memory_history` on the workers, for all of their sessions. It costs each
     allocation some microseconds there. It does nothing on a worker without CUDA. Block for a round trip.

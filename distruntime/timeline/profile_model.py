@@ -1,4 +1,4 @@
-"""`dr.profile_model`: what each module of a model takes, in time on its worker and in memory."""
+"""`dr.profiler.profile_model`: what each module of a model takes, in time on its worker and in memory."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ def test_reads_see_the_values_of_their_place_in_the_program(start: Start) -> Non
         choose = random.Random(seed)
         there: list[list[torch.Tensor]] = [[], []]
         here: list[list[torch.Tensor]] = [[], []]
-        reads: list[tuple[dr.Fetched[torch.Tensor], torch.Tensor]] = []
+        reads: list[tuple[dr.types.Fetched[torch.Tensor], torch.Tensor]] = []
         for _ in range(120):
             k = choose.randrange(3)
             device = k // 2

@@ -71,10 +71,10 @@ def test_what_stays_here_says_so(session: object) -> None:
         RuntimeError, match=r"'lengths' argument .* 1D CPU int64 tensor, but got 1D remote:0 Long"
     ):
         nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 2]).to(REMOTE), batch_first=True)
-    with pytest.raises(dr.NotSupportedError, match=r"x\.cpu\(\)\.__dlpack__"):
+    with pytest.raises(dr.errors.NotSupportedError, match=r"x\.cpu\(\)\.__dlpack__"):
         torch.utils.dlpack.to_dlpack(x)
     for make in (torch.nested.nested_tensor, torch.nested.as_nested_tensor):
-        with pytest.raises(dr.NotSupportedError, match="pad_sequence"):
+        with pytest.raises(dr.errors.NotSupportedError, match="pad_sequence"):
             make([torch.ones(2), torch.ones(3)], device=REMOTE)
     assert torch.nested.as_nested_tensor([torch.ones(2)], layout=torch.jagged).is_nested
     capsule = torch.utils.dlpack.to_dlpack(torch.ones(2))
@@ -85,7 +85,7 @@ def test_what_stays_here_says_so(session: object) -> None:
 def test_a_nested_tensor_says_that_it_lives_here(session: object) -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     assert nested.to(torch.float64).dtype == torch.float64
-    with pytest.raises(dr.NotSupportedError, match="Pad it first"):
+    with pytest.raises(dr.errors.NotSupportedError, match="Pad it first"):
         nested.to(torch.ones(1, device=REMOTE).device)
 
 

@@ -104,9 +104,11 @@ def test_operands_that_mix_say_what_mixes(session: object) -> None:
     with dr.node(1):
         y = tensor(REMOTE, 3, 3)
     with torch.autocast(REMOTE):
-        with pytest.raises(dr.PlacementError, match="operands live on different nodes: `self` on node 0 cpu"):
+        with pytest.raises(
+            dr.errors.PlacementError, match="operands live on different nodes: `self` on node 0 cpu"
+        ):
             x @ y
-        with pytest.raises(dr.PlacementError, match="`mat2` \\(3, 3\\) is a local tensor"):
+        with pytest.raises(dr.errors.PlacementError, match="`mat2` \\(3, 3\\) is a local tensor"):
             x @ torch.ones(3, 3)
         with pytest.raises(RuntimeError, match="Unexpected floating ScalarType in at::autocast::prioritize"):
             torch.cat([x.bfloat16(), x.half()])

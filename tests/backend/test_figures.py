@@ -74,10 +74,10 @@ def test_torch_accelerator_agrees(remote: Any) -> None:
         theirs.set_device_index(0)
 
 
-@pytest.mark.parametrize("spelled", [3, "remote:3", torch.device, dr.Place, None])
+@pytest.mark.parametrize("spelled", [3, "remote:3", torch.device, dr.types.Place, None])
 def test_memory_of_a_cpu_is_what_the_session_holds(remote: Any, spelled: Any) -> None:
     place = dr.place(1, "cpu")
-    where = place.device if spelled is torch.device else place if spelled is dr.Place else spelled
+    where = place.device if spelled is torch.device else place if spelled is dr.types.Place else spelled
     with dr.on(place):
         assert remote.memory_allocated(where) == remote.memory_reserved(where) == 0
         kept = torch.ones(25 * MIB // 4, device=place)
@@ -157,10 +157,10 @@ FIGURES = [
 @pytest.mark.parametrize("name", FIGURES)
 def test_what_has_no_figures_is_refused(remote: Any, name: str) -> None:
     ask: Callable[[object], object] = getattr(remote, name)
-    with pytest.raises(dr.PlacementError, match="got 'cuda:0', expected"):
+    with pytest.raises(dr.errors.PlacementError, match="got 'cuda:0', expected"):
         ask("cuda:0")
     mesh = dr.init_device_mesh("cpu", (2,))
-    with pytest.raises(dr.UsageError, match=r"mesh\.places"):
+    with pytest.raises(dr.errors.UsageError, match=r"mesh\.places"):
         ask(mesh.device)
 
 
@@ -169,7 +169,7 @@ def test_figures_of_a_lost_node_are_an_error(fresh_session: Callable[..., Any], 
     session = fresh_session(world_size=2)
     session.lose(session.nodes[1], "was lost by this test")
     for name in FIGURES:
-        with pytest.raises(dr.NodeFailed, match="was lost by this test"):
+        with pytest.raises(dr.errors.NodeFailed, match="was lost by this test"):
             getattr(remote, name)(1)
     assert remote.device_count() == 2 and remote.memory_allocated(0) == 0
     remote.empty_cache()
@@ -178,5 +178,5 @@ def test_figures_of_a_lost_node_are_an_error(fresh_session: Callable[..., Any], 
     dr.shutdown()
     assert remote.device_count() == 0
     for name in FIGURES:
-        with pytest.raises(dr.SessionClosed):
+        with pytest.raises(dr.errors.SessionClosed):
             getattr(remote, name)()

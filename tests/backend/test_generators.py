@@ -47,14 +47,14 @@ def test_it_draws_as_a_local_one_and_leaves_the_others_alone(session: object) ->
     for there, here in zip(draws(REMOTE, remote), draws("cpu", local)):
         assert there.device.type == "remote" and torch.equal(there.cpu(), here)
     # Its state can be asked for at once, and nobody waits for a draw.
-    dr.stalls(reset=True)
+    dr.profiler.stalls(reset=True)
     state = remote.get_state()
     first = torch.rand(4, device=REMOTE, generator=remote)
     remote.set_state(state)
     again = torch.rand(4, device=REMOTE, generator=remote)
     twin = remote.clone_state()
     next_ones = [torch.rand(2, device=REMOTE, generator=g) for g in (remote, twin)]
-    assert dr.stalls() == []
+    assert dr.profiler.stalls() == []
     assert torch.equal(first.cpu(), again.cpu())
     assert torch.equal(*(t.cpu() for t in next_ones))
     assert torch.equal(dr.fetch(remote.get_state()), dr.fetch(twin.get_state()))
@@ -103,11 +103,11 @@ def test_a_loader_shuffles_with_it_where_it_is_the_default_device(session: objec
         ),
         (lambda g: g.manual_seed(1 << 65), RuntimeError, "Overflow"),
         (lambda g: g.set_state(torch.zeros(2)), TypeError, "expected a torch.ByteTensor"),
-        (lambda g: g.get_offset(), dr.NotSupportedError, "get_state, set_state"),
-        (lambda g: pickle.dumps(g), dr.NotSupportedError, r"torch\.save\(generator\.get_state"),
+        (lambda g: g.get_offset(), dr.errors.NotSupportedError, "get_state, set_state"),
+        (lambda g: pickle.dumps(g), dr.errors.NotSupportedError, r"torch\.save\(generator\.get_state"),
         (
             lambda g: torch.rand(2, device=REMOTE, generator=torch.Generator()),
-            dr.NotSupportedError,
+            dr.errors.NotSupportedError,
             'torch.Generator\\("remote:0"\\)',
         ),
     ],
@@ -140,9 +140,9 @@ def test_it_ends_with_its_session(fresh_session: Callable[..., Any]) -> None:
     generator = torch.Generator(REMOTE)
     dr.shutdown()
     fresh_session(world_size=1)
-    with pytest.raises(dr.SessionClosed):
+    with pytest.raises(dr.errors.SessionClosed):
         generator.manual_seed(1)
-    with pytest.raises(dr.SessionClosed):
+    with pytest.raises(dr.errors.SessionClosed):
         torch.rand(2, device=REMOTE, generator=generator)
 
 
@@ -165,15 +165,17 @@ def rarer_draws(device: str, generator: torch.Generator) -> list[torch.Tensor]:
 
 def test_it_draws_by_position_and_into_tensors_of_other_sizes(session: object) -> None:
     remote, local = torch.Generator(device=REMOTE), torch.Generator()
-    dr.stalls(reset=True)
+    dr.profiler.stalls(reset=True)
     found = rarer_draws(REMOTE, remote)
-    assert dr.stalls() == []
+    assert dr.profiler.stalls() == []
     for there, here in zip(found, rarer_draws("cpu", local)):
         torch.testing.assert_close(there.cpu(), here)
     x = torch.ones(2, device=REMOTE)
     with pytest.raises(RuntimeError, match="Expected out tensor to have dtype"):
         torch.multinomial(x, 1, generator=remote, out=torch.empty(0, device=REMOTE))
-    with pytest.raises(dr.NotSupportedError, match=r"binomial.*does not wait\. Leave the generator out"):
+    with pytest.raises(
+        dr.errors.NotSupportedError, match=r"binomial.*does not wait\. Leave the generator out"
+    ):
         torch.binomial(x, x, generator=remote)
 
 

@@ -116,7 +116,7 @@ def test_a_triton_kernel_refuses_a_proxy_by_name(
     kernel = taught(tmp_path, monkeypatch, "triton.runtime.jit", JIT).JITFunction(add_one)
     assert kernel[1](torch.ones(2), size=2) == 2
     with pytest.raises(
-        dr.NotSupportedError, match=r"Triton kernel 'add_one' .* node 0 cpu.*custom_op"
+        dr.errors.NotSupportedError, match=r"Triton kernel 'add_one' .* node 0 cpu.*custom_op"
     ) as failed:
         kernel[1](torch.ones(2, device=REMOTE), size=2)
     assert failed.traceback[-1].path == tmp_path / "triton" / "runtime" / "jit.py"
@@ -139,9 +139,9 @@ def test_safetensors_are_loaded_to_a_place(session: object, tmp_path: Path) -> N
 
 def test_all_tensors_of_a_safetensors_file_are_fetched_together(session: object, tmp_path: Path) -> None:
     tensors = {str(k): torch.full((3,), float(k), device=REMOTE) for k in range(5)}
-    dr.stalls(reset=True)
+    dr.profiler.stalls(reset=True)
     save_file({**tensors, "local": torch.ones(2)}, tmp_path / "x.safetensors")
-    assert sum(stall.count for stall in dr.stalls()) == 1
+    assert sum(stall.count for stall in dr.profiler.stalls()) == 1
     loaded = load_file(tmp_path / "x.safetensors")
     assert [loaded[name].tolist() for name in tensors] == [[k] * 3 for k in range(5)]
     with pytest.raises(RuntimeError, match="share memory"):

@@ -91,13 +91,15 @@ def test_a_weak_reference_leaves_the_module_whole(session: object) -> None:
     """torch noticed it halfway: half of the parameters were on the worker."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     reference = weakref.ref(model[1].weight)
-    with pytest.raises(dr.NotSupportedError, match=r"parameter '1.weight'.*copy.deepcopy\(module\).to"):
+    with pytest.raises(
+        dr.errors.NotSupportedError, match=r"parameter '1.weight'.*copy.deepcopy\(module\).to"
+    ):
         model.to(REMOTE)
     assert {p.device.type for p in model.parameters()} == {"cpu"}
     assert is_remote(copy.deepcopy(model).to(REMOTE)[1].weight) and reference() is model[1].weight
     there = nn.Linear(2, 2).to(REMOTE)
     kept = weakref.ref(there.bias)
-    with pytest.raises(dr.NotSupportedError, match="parameter 'bias'"):
+    with pytest.raises(dr.errors.NotSupportedError, match="parameter 'bias'"):
         there.cpu()
     assert is_remote(there.weight) and kept() is there.bias
 
@@ -387,7 +389,7 @@ def test_the_kernels_that_a_program_names(session: object, monkeypatch: pytest.M
 def test_recurrent_layers_within_others_move(session: object) -> None:
     model = nn.Sequential(nn.Sequential(nn.LSTM(2, 3)), nn.GRU(3, 3))
     held = weakref.ref(model[1].weight_hh_l0)
-    with pytest.raises(dr.NotSupportedError, match=r"1\.weight_hh_l0"):
+    with pytest.raises(dr.errors.NotSupportedError, match=r"1\.weight_hh_l0"):
         model.to(REMOTE)
     assert {p.device.type for p in model.parameters()} == {"cpu"} and held() is not None
     # The layers have their own references again.

@@ -31,9 +31,9 @@ def ids() -> torch.Tensor:
 
 def waits(run: Callable[[], object]) -> Counter[str]:
     """Count the waits of `run` by the line of their cause: its file, without the folders, and its text."""
-    dr.stalls(reset=True)
+    dr.profiler.stalls(reset=True)
     run()
-    return Counter({stall.line.rpartition("/")[2]: stall.count for stall in dr.stalls(reset=True)})
+    return Counter({stall.line.rpartition("/")[2]: stall.count for stall in dr.profiler.stalls(reset=True)})
 
 
 @pytest.mark.parametrize(("hidden", "asked"), [(None, 0), (0, 1), (3, 2)])

@@ -25,7 +25,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("make", REFUSED.values(), ids=REFUSED.keys())
 def test_a_storage_there_is_refused(session: object, make: Callable[[], Any]) -> None:
-    with pytest.raises(dr.NotSupportedError, match=r"torch\.empty\(nbytes, dtype=torch\.uint8, device="):
+    with pytest.raises(
+        dr.errors.NotSupportedError, match=r"torch\.empty\(nbytes, dtype=torch\.uint8, device="
+    ):
         make()
 
 

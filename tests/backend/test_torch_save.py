@@ -51,9 +51,9 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def test_a_checkpoint_is_fetched_at_once_and_loads_without_a_session(session: object) -> None:
     model, optimizer = trained()
-    dr.stalls(reset=True)
+    dr.profiler.stalls(reset=True)
     loaded = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2})
-    assert [(row.why, row.count) for row in dr.stalls()] == [("explicit fetch", 1)]
+    assert [(row.why, row.count) for row in dr.profiler.stalls()] == [("explicit fetch", 1)]
     expected = dr.fetch([model.state_dict(), optimizer.state_dict()])
     torch.testing.assert_close([loaded["model"], loaded["optimizer"]], expected, rtol=0, atol=0)
     assert {t.device.type for t in loaded["model"].values()} == {"cpu"} and loaded["step"] == 2
@@ -106,7 +106,7 @@ def test_a_tensor_that_is_poisoned_is_not_saved(session: object) -> None:
 def test_a_part_of_a_mesh_is_not_saved_for_the_whole(session: object) -> None:
     mesh = dr.init_device_mesh("cpu", (2,))
     x = dr.from_shards([torch.zeros(2, device="remote:0"), torch.ones(2, device="remote:1")], mesh)
-    with pytest.raises(dr.NotSupportedError, match=r"has a part on each member.*x\.member\(k\)"):
+    with pytest.raises(dr.errors.NotSupportedError, match=r"has a part on each member.*x\.member\(k\)"):
         saved({"x": x})
     assert [t.tolist() for t in saved([x.member(k) for k in range(2)])] == [[0.0, 0.0], [1.0, 1.0]]
 
@@ -119,7 +119,7 @@ def test_other_pickles_refuse_even_while_a_file_is_saved(session: object) -> Non
     def pickles_beside() -> None:
         try:
             pickle.dumps(x)
-        except dr.NotSupportedError as error:
+        except dr.errors.NotSupportedError as error:
             refused.append("dr.fetch" in str(error))
 
     class Meanwhile:
@@ -131,7 +131,7 @@ def test_other_pickles_refuse_even_while_a_file_is_saved(session: object) -> Non
 
     saved([Meanwhile(), x])
     assert refused and all(refused)
-    with pytest.raises(dr.NotSupportedError, match=r"torch\.save\(state, path\) fetches"):
+    with pytest.raises(dr.errors.NotSupportedError, match=r"torch\.save\(state, path\) fetches"):
         pickle.dumps(x)
 
 
@@ -148,7 +148,7 @@ def test_a_storage_tells_who_shares_memory(session: object) -> None:
     assert not hasattr(storage, "anything") and len({storage, x.untyped_storage()}) == 1
     with pytest.raises(AttributeError, match=r"no 'tolist'; dr\.fetch\(x\)\.untyped_storage\(\)"):
         storage.tolist()
-    with pytest.raises(dr.NotSupportedError, match=r"x\.resize_"):
+    with pytest.raises(dr.errors.NotSupportedError, match=r"x\.resize_"):
         storage.resize_(0)
     # No C integer holds the number, so no C code follows it.
     assert x.data_ptr() >= 1 << 64
@@ -358,7 +358,7 @@ def test_what_a_dict_or_a_function_does_not_name_stays(session: object) -> None:
     ):
         file.seek(0)
         assert torch.load(file, map_location=where).device.type == "cpu"
-    with pytest.raises(dr.PlacementError, match="remote:77"):
+    with pytest.raises(dr.errors.PlacementError, match="remote:77"):
         file.seek(0)
         torch.load(file, map_location={"cpu": "remote:77"})
 

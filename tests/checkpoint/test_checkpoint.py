@@ -316,7 +316,7 @@ def test_places(fresh_session: Fresh, tmp_path: Path) -> None:
         (str(tree["gpu"].device), (1, "cuda:1"), (1, "cuda:1")),
     ):
         found = dr.load(tmp_path, place=place)
-        assert (found["cpu"].place, found["gpu"].place) == (dr.Place(*cpu), dr.Place(*gpu)), place
+        assert (found["cpu"].place, found["gpu"].place) == (dr.types.Place(*cpu), dr.types.Place(*gpu)), place
         assert torch.equal(found["gpu"].cpu(), tree["gpu"].cpu()) and found["here"].device.type == "cpu"
     for here in ("cpu", torch.device("cpu")):
         same(dr.load(tmp_path, place=here), dr.fetch(tree))
@@ -332,9 +332,9 @@ def test_places(fresh_session: Fresh, tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["cuda:0", "mps", 1.5, True, object()])
 def test_places_that_are_none(session: object, tmp_path: Path, place: Any) -> None:
     dr.save({"x": torch.ones(1, device=REMOTE)}, tmp_path)
-    with pytest.raises(dr.PlacementError, match=r"the place of a load is a Place, .* got"):
+    with pytest.raises(dr.errors.PlacementError, match=r"the place of a load is a Place, .* got"):
         dr.load(tmp_path, place=place)
-    with pytest.raises(dr.PlacementError, match="there is no node 7"):
+    with pytest.raises(dr.errors.PlacementError, match="there is no node 7"):
         dr.load(tmp_path, place=7)
 
 
@@ -353,10 +353,10 @@ def test_a_mesh(fresh_session: Fresh, tmp_path: Path) -> None:
             torch.equal(found["x"].member(k).cpu(), parts[k]) and found["x"].member(k).place == mesh.places[k]
         )
     other = dr.init_device_mesh("cpu", (2,))
-    with pytest.raises(dr.UsageError, match=r"was on a mesh of 4 members, .* got one of 2"):
+    with pytest.raises(dr.errors.UsageError, match=r"was on a mesh of 4 members, .* got one of 2"):
         dr.load(tmp_path, place=other)
     with pytest.raises(
-        dr.UsageError,
+        dr.errors.UsageError,
         match=r"was on a mesh of 4 members, and needs a mesh of as many: dr.load\(path, place=mesh\)",
     ):
         dr.load(tmp_path)
@@ -586,7 +586,7 @@ def test_saves_and_loads_leave_nothing_on_the_workers(session: object, tmp_path:
         saving.wait()
         dr.load(tmp_path)
         dr.load(tmp_path / "b", place="cpu")
-        with pytest.raises(dr.CheckpointError):
+        with pytest.raises(dr.errors.CheckpointError):
             dr.load(tmp_path / "not")
         dr.save(torch.ones(2), tmp_path / "b")
 

@@ -87,26 +87,30 @@ def _deep() -> list[Any]:
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "object": (
         lambda: {"a": [1, Thing()]},
-        dr.UsageError,
+        dr.errors.UsageError,
         r"tree 'a\.1' is of class .*test_checkpoint_failures\.Thing: a checkpoint holds",
     ),
-    "class": (lambda: torch.nn.Linear, dr.UsageError, "the tree is of class type"),
+    "class": (lambda: torch.nn.Linear, dr.errors.UsageError, "the tree is of class type"),
     "set": (
         lambda: {"a": {1}},
-        dr.UsageError,
+        dr.errors.UsageError,
         "tree 'a' is of class set: a checkpoint holds dicts whose keys are str or int",
     ),
-    "dtype": (lambda: [torch.float32], dr.UsageError, r"tree '0' is of class torch\.dtype"),
-    "key": (lambda: {"a": {(1, 2): 3}}, dr.UsageError, r"tree 'a' has the key \(1, 2\), of class tuple"),
-    "bool key": (lambda: {True: 3}, dr.UsageError, "the tree has the key True, of class bool"),
-    "cycle": (_itself, dr.UsageError, r"tree '1\.again' holds itself"),
-    "deep": (_deep, dr.UsageError, "the tree is nested too deeply"),
+    "dtype": (lambda: [torch.float32], dr.errors.UsageError, r"tree '0' is of class torch\.dtype"),
+    "key": (
+        lambda: {"a": {(1, 2): 3}},
+        dr.errors.UsageError,
+        r"tree 'a' has the key \(1, 2\), of class tuple",
+    ),
+    "bool key": (lambda: {True: 3}, dr.errors.UsageError, "the tree has the key True, of class bool"),
+    "cycle": (_itself, dr.errors.UsageError, r"tree '1\.again' holds itself"),
+    "deep": (_deep, dr.errors.UsageError, "the tree is nested too deeply"),
     "sparse": (
         lambda: [torch.eye(2).to_sparse()],
-        dr.NotSupportedError,
+        dr.errors.NotSupportedError,
         r"tensor '0' is torch\.sparse_coo; .* x\.to_dense\(\)",
     ),
-    "meta": (lambda: torch.empty(2, device="meta"), dr.NotSupportedError, "the tensor is on meta"),
+    "meta": (lambda: torch.empty(2, device="meta"), dr.errors.NotSupportedError, "the tensor is on meta"),
 }
 
 
@@ -123,7 +127,7 @@ def test_a_partial_dtensor_is_refused(session: object, tmp_path: Path) -> None:
     local = torch.arange(4.0, device=mesh.device)
     x = torch.distributed.tensor.DTensor.from_local(local, mesh, [torch.distributed.tensor.Partial()])
     with pytest.raises(
-        dr.NotSupportedError,
+        dr.errors.NotSupportedError,
         match=r"tensor 'w' is a DTensor with Partial\(sum\), .* x\.redistribute\(placements=",
     ):
         dr.save({"w": x}, tmp_path)
@@ -134,7 +138,7 @@ def test_a_partial_dtensor_is_refused(session: object, tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", [None, 3, b"x", "", ["a"]])
 def test_paths_that_are_none(session: object, path: Any) -> None:
     for call in (lambda: dr.save(1, path), lambda: dr.load(path)):
-        with pytest.raises(dr.UsageError, match="a checkpoint's path is the name of a folder, got"):
+        with pytest.raises(dr.errors.UsageError, match="a checkpoint's path is the name of a folder, got"):
             call()
 
 
@@ -158,15 +162,15 @@ def test_a_tensor_of_a_lost_node(two: Any, tmp_path: Path) -> None:
     os.kill(dr.nodes()[1].pid, signal.SIGKILL)
     until(lambda: two.nodes[1].failed is not None)
     before = ours(tmp_path)
-    with pytest.raises(dr.NodeFailed, match=r"node 1 .* Lost with it: 1 tensor"):
+    with pytest.raises(dr.errors.NodeFailed, match=r"node 1 .* Lost with it: 1 tensor"):
         dr.save(one, tmp_path)
     assert ours(tmp_path) == before
     # Node 0 reads it, as it shares the disk.
     found = dr.load(tmp_path)
     is_whole(found, 1)
     assert found["one"].place == dr.place(0)
-    with pytest.raises(dr.NodeFailed, match="node 1"):
-        dr.load(tmp_path, place=dr.Place(1, "cpu"))
+    with pytest.raises(dr.errors.NodeFailed, match="node 1"):
+        dr.load(tmp_path, place=dr.types.Place(1, "cpu"))
     dr.save({"here": 2}, tmp_path)
     assert dr.load(tmp_path) == {"here": 2}
 
@@ -238,7 +242,9 @@ def test_a_disk_that_is_full(session: object, tmp_path: Path, async_op: bool) ->
         with pytest.raises(OSError, match=text) as caught:
             saving = dr.save(tree(2, 600_000), disk, async_op=async_op)
             saving.wait()
-        assert isinstance(caught.value, dr.RemoteError) and "test_checkpoint_failures.py" in str(caught.value)
+        assert isinstance(caught.value, dr.errors.RemoteError) and "test_checkpoint_failures.py" in str(
+            caught.value
+        )
         assert ours(disk) == before
         is_whole(dr.load(disk), 1)
         # A failure that was raised is not raised again.
@@ -294,7 +300,7 @@ def test_a_failure_in_the_background_is_raised_by_shutdown(two: Any, tmp_path: P
 def test_there_is_none(session: object, tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "no"):
         with pytest.raises(
-            dr.CheckpointError, match=re.escape(f"there is no checkpoint in {folder} on node 0 (")
+            dr.errors.CheckpointError, match=re.escape(f"there is no checkpoint in {folder} on node 0 (")
         ):
             dr.load(folder)
     assert not (tmp_path / "no").exists()
@@ -305,12 +311,12 @@ def test_another_version_is_neither_read_nor_overwritten(saved: Path) -> None:
     (saved / "distruntime.json").write_text(json.dumps({**index, "version": 2}), encoding="utf-8")
     before = {name: (saved / name).read_bytes() for name in os.listdir(saved)}
     with pytest.raises(
-        dr.CheckpointError,
+        dr.errors.CheckpointError,
         match="holds a checkpoint of version 2, and this distruntime knows version 1: load it with",
     ):
         dr.load(saved)
     with pytest.raises(
-        dr.CheckpointError, match=r"holds a checkpoint of version 2, and .* Save into another folder"
+        dr.errors.CheckpointError, match=r"holds a checkpoint of version 2, and .* Save into another folder"
     ):
         dr.save(tree(2), saved)
     assert {name: (saved / name).read_bytes() for name in os.listdir(saved)} == before
@@ -388,7 +394,7 @@ def test_damage(saved: Path, case: str) -> None:
     damage, text = DAMAGE[case]
     damage(saved)
     for place in (None, "cpu"):
-        with pytest.raises(dr.CheckpointError, match=text):
+        with pytest.raises(dr.errors.CheckpointError, match=text):
             dr.load(saved, place=place)
     dr.synchronize()
     dr.save(tree(2), saved)
@@ -404,12 +410,12 @@ def test_an_index_that_names_files_of_others(saved: Path, tmp_path: Path) -> Non
         .replace(file_of(saved, 1).name, "../secret.safetensors")
     )
     (saved / "distruntime.json").write_text(text, encoding="utf-8")
-    with pytest.raises(dr.CheckpointError, match="is not whole"):
+    with pytest.raises(dr.errors.CheckpointError, match="is not whole"):
         dr.load(saved)
     shutil.copy(secret, saved / "mine.safetensors")
     (saved / "distruntime.json").write_text(text.replace("../secret", "mine"), encoding="utf-8")
     with pytest.raises(
-        dr.CheckpointError,
+        dr.errors.CheckpointError,
         match=r"the index in .* names a file 'mine.safetensors', which no save has written",
     ):
         dr.load(saved)
@@ -429,13 +435,14 @@ def test_a_worker_that_is_killed_before_it_has_written(two: Any, tmp_path: Path)
         # Then node 0 has written its file.
         until(lambda: len(ours(tmp_path)) > len(before))
         with pytest.raises(
-            dr.WaitTimeout, match=r"is not complete within 0.01 s\n  saved at .*test_checkpoint_failures"
+            dr.errors.WaitTimeout,
+            match=r"is not complete within 0.01 s\n  saved at .*test_checkpoint_failures",
         ):
             saving.wait(0.01)
         assert not saving.done() and "being written" in repr(saving)
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(
-        dr.NodeFailed, match=r"was not completed, as node 1 .* The one before it is as it was"
+        dr.errors.NodeFailed, match=r"was not completed, as node 1 .* The one before it is as it was"
     ):
         saving.wait()
     is_whole(dr.load(tmp_path), 1)
@@ -498,7 +505,7 @@ def test_a_worker_that_is_killed_while_it_writes(fresh_session: Fresh, tmp_path:
     os.kill(dr.nodes()[1].pid, signal.SIGKILL)
     try:
         saving.wait()
-    except dr.NodeFailed:
+    except dr.errors.NodeFailed:
         is_whole(dr.load(tmp_path), 1)
     else:
         # It was written before the signal came.
@@ -587,7 +594,7 @@ def test_a_worker_without_its_disk(disks: Any) -> None:
     is_whole(dr.load(APART), 1)
     attach([0, 2])
     with pytest.raises(
-        dr.CheckpointError,
+        dr.errors.CheckpointError,
         match=r"node1.safetensors: expected \d+ bytes, got on none of this session's nodes\n  Bring",
     ):
         dr.load(APART)

@@ -25,18 +25,18 @@ WIDTH = 12
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 
-def three() -> dr.DeviceMesh:
+def three() -> dr.mesh.DeviceMesh:
     places = [dr.place(0, "cuda:0"), dr.place(0, "cuda:1"), dr.place(1, "cuda:0")]
     return dr.init_device_mesh(places, (3,), mesh_dim_names=("tp",))
 
 
-def backwards() -> dr.DeviceMesh:
+def backwards() -> dr.mesh.DeviceMesh:
     """Return a mesh of the same devices in the other order, whose dimensions have changed places."""
     places = [dr.place(node, f"cuda:{k}") for node in (1, 0) for k in (1, 0)]
     return dr.init_device_mesh(places, (2, 2), mesh_dim_names=("tp", "dp"))
 
 
-MESHES: dict[str, Callable[[], dr.DeviceMesh]] = {
+MESHES: dict[str, Callable[[], dr.mesh.DeviceMesh]] = {
     "2": lambda: make("2"),
     "3": three,
     "4": lambda: make("4"),
@@ -55,32 +55,32 @@ class Net(nn.Module):
         return self.b(self.a(x).tanh()) * self.scale
 
 
-def fsdp(model: Net, mesh: dr.DeviceMesh) -> Trained:
+def fsdp(model: Net, mesh: dr.mesh.DeviceMesh) -> Trained:
     for part in (model.a, model.b, model):
         fully_shard(part, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def tensor_parallel(model: Net, mesh: dr.DeviceMesh) -> Trained:
+def tensor_parallel(model: Net, mesh: dr.mesh.DeviceMesh) -> Trained:
     parallelize_module(model, mesh["tp"], {"a": ColwiseParallel(), "b": RowwiseParallel()})
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def both(model: Net, mesh: dr.DeviceMesh) -> Trained:
+def both(model: Net, mesh: dr.mesh.DeviceMesh) -> Trained:
     tensor_parallel(model, mesh)
     fully_shard(model, mesh=mesh["dp"])
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def replicas(model: Net, mesh: dr.DeviceMesh) -> Trained:
+def replicas(model: Net, mesh: dr.mesh.DeviceMesh) -> Trained:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def zero(model: Net, mesh: dr.DeviceMesh) -> Trained:
-    return model, dr.ShardedOptimizer(model.parameters(), torch.optim.AdamW, mesh, lr=1e-2)
+def zero(model: Net, mesh: dr.mesh.DeviceMesh) -> Trained:
+    return model, dr.parallel.ShardedOptimizer(model.parameters(), torch.optim.AdamW, mesh, lr=1e-2)
 
 
-def step(trained: Trained, mesh: dr.DeviceMesh, number: int) -> None:
+def step(trained: Trained, mesh: dr.mesh.DeviceMesh, number: int) -> None:
     model, optimizer = trained
     x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(number), device="cpu")
     model(x.to(mesh.device)).square().mean().backward()
@@ -179,9 +179,11 @@ def test_what_differs_from_member_to_member_needs_as_many(two_workers: None, tmp
     dr.save({"alike": torch.ones(2, device=mesh.device), "k": mesh.coordinate("tp")}, tmp_path)
     assert [s.item() for s in dr.shards(dr.load(tmp_path, place=make("2x2"))["k"])] == [0, 1, 2, 3]
     with pytest.raises(
-        dr.UsageError,
+        dr.errors.UsageError,
         match=r"'k' was on a mesh of 4 members, .* got one of 3. Its members held different values",
     ):
         dr.load(tmp_path, place=three())
-    with pytest.raises(dr.UsageError, match=r"'k' was on a mesh of 4 members, and needs a mesh of as many"):
+    with pytest.raises(
+        dr.errors.UsageError, match=r"'k' was on a mesh of 4 members, and needs a mesh of as many"
+    ):
         dr.load(tmp_path, place="cpu")

@@ -20,8 +20,8 @@ from processes import ListeningWorker, slots, until
 STEPS = 12
 
 
-def lost(n: int = 1) -> dr.NodeFailed:
-    return dr.NodeFailed(f"node {n} is lost, says a test")
+def lost(n: int = 1) -> dr.errors.NodeFailed:
+    return dr.errors.NodeFailed(f"node {n} is lost, says a test")
 
 
 def training(ckpt: Any, breaks: dict[int, list[int]], async_op: bool = False) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def test_a_run_that_was_stopped_goes_on_in_another_session(
 ) -> None:
     fresh_session()
     undisturbed = dr.run_with_restarts(lambda ckpt: training(ckpt, {}), checkpoint=tmp_path / "a")
-    with pytest.raises(dr.NodeFailed, match="says a test"):
+    with pytest.raises(dr.errors.NodeFailed, match="says a test"):
         dr.run_with_restarts(lambda ckpt: training(ckpt, {0: [7]}), max_restarts=0, checkpoint=tmp_path / "b")
     dr.shutdown()
     fresh_session()
@@ -112,7 +112,7 @@ def test_restarts_have_an_end(session: object, tmp_path: Path) -> None:
         except ValueError as error:
             raise lost() from error
 
-    with pytest.raises(dr.NodeFailed, match="says a test") as caught:
+    with pytest.raises(dr.errors.NodeFailed, match="says a test") as caught:
         dr.run_with_restarts(train, max_restarts=2, checkpoint=tmp_path)
     assert attempts == [0, 1, 2] and str(caught.value.__cause__) == "what led to it"
 
@@ -134,21 +134,21 @@ def test_a_training_without_a_checkpoint_says_that_it_starts_from_the_beginning(
 def _chained() -> None:
     try:
         raise lost()
-    except dr.NodeFailed as error:
+    except dr.errors.NodeFailed as error:
         raise RuntimeError("the step failed") from error
 
 
 def _within() -> None:
     try:
-        raise dr.ConnectionFailed("gone")
-    except dr.ConnectionFailed:
+        raise dr.errors.ConnectionFailed("gone")
+    except dr.errors.ConnectionFailed:
         raise KeyError("cleaning up")  # noqa: B904
 
 
 def _hidden() -> None:
     try:
         raise lost()
-    except dr.NodeFailed:
+    except dr.errors.NodeFailed:
         raise KeyError("something else") from None
 
 
@@ -216,7 +216,7 @@ def test_failed_restarts_have_an_end(fresh_session: Callable[..., Any], tmp_path
             until(lambda: x.sum().item() is None)
 
         with pytest.raises(
-            dr.ConnectionFailed, match=r"no replacement for node 0 appeared at .* within 0.2 s"
+            dr.errors.ConnectionFailed, match=r"no replacement for node 0 appeared at .* within 0.2 s"
         ):
             dr.run_with_restarts(train, max_restarts=2, checkpoint=tmp_path / "c")
         assert attempts == [0]
@@ -233,7 +233,7 @@ def test_restart_waits_as_long_as_the_session_does(fresh_session: Callable[..., 
         active_session().patience = 0.3
         worker.stop()
         until(lambda: active_session().nodes[0].failed is not None)
-        with pytest.raises(dr.ConnectionFailed, match=r"within 0\.3 s"):
+        with pytest.raises(dr.errors.ConnectionFailed, match=r"within 0\.3 s"):
             dr.restart(0)
     finally:
         dr.shutdown()
@@ -242,12 +242,12 @@ def test_restart_waits_as_long_as_the_session_does(fresh_session: Callable[..., 
 
 CASES: dict[str, tuple[Callable[[], None], bool]] = {
     "lost": (_raises(lost()), True),
-    "connection": (_raises(dr.ConnectionFailed("gone")), True),
+    "connection": (_raises(dr.errors.ConnectionFailed("gone")), True),
     "cause": (_chained, True),
     "context": (_within, True),
     "no context": (_hidden, False),
     "another error": (_raises(ValueError("mine")), False),
-    "usage": (_raises(dr.UsageError("mine")), False),
+    "usage": (_raises(dr.errors.UsageError("mine")), False),
 }
 
 
@@ -265,7 +265,7 @@ def test_which_errors_lead_to_another_attempt(session: object, tmp_path: Path, c
     if again:
         assert dr.run_with_restarts(train, checkpoint=tmp_path) == "done" and attempts == [0, 1]
     else:
-        with pytest.raises((KeyError, ValueError, dr.UsageError)):
+        with pytest.raises((KeyError, ValueError, dr.errors.UsageError)):
             dr.run_with_restarts(train, checkpoint=tmp_path)
         assert attempts == [0]
 
@@ -294,14 +294,14 @@ def test_what_an_attempt_leaves_is_gone_before_the_next(session: object, tmp_pat
 
 @pytest.mark.parametrize("max_restarts", [-1, 1.5, None, True, "3"])
 def test_how_often_is_a_number(session: object, tmp_path: Path, max_restarts: Any) -> None:
-    with pytest.raises(dr.UsageError, match="max_restarts is a number of restarts, 0 or more, got"):
+    with pytest.raises(dr.errors.UsageError, match="max_restarts is a number of restarts, 0 or more, got"):
         dr.run_with_restarts(lambda ckpt: None, max_restarts=max_restarts, checkpoint=tmp_path)
 
 
 def test_a_checkpoint_that_is_no_trainings(session: object, tmp_path: Path) -> None:
     dr.save({"mine": 1}, tmp_path)
     with pytest.raises(
-        dr.UsageError, match=r"was not saved by a training of run_with_restarts: dr\.load reads it"
+        dr.errors.UsageError, match=r"was not saved by a training of run_with_restarts: dr\.load reads it"
     ):
         dr.run_with_restarts(lambda ckpt: ckpt.load(), checkpoint=tmp_path)
 

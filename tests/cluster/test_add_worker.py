@@ -1,4 +1,4 @@
-"""`dr.add_worker`: a session that runs gets one node more, which groups, meshes and copies can use."""
+"""`dr.workers.add_worker`: a session that runs gets one node more, which groups, meshes and copies can use."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ def listen(address: str, **options: Any) -> None:
 def sums(nodes: list[int]) -> list[float]:
     """Return what each member has after an all_reduce of three ones."""
     xs = [torch.ones(3, device=REMOTE).to(node=k) for k in nodes]  # type: ignore[call-overload]
-    dr.all_reduce(xs, group=dr.new_group(nodes))
+    dr.distributed.all_reduce(xs, group=dr.distributed.new_group(nodes))
     return [x.sum().item() for x in xs]
 
 
 def test_one_more_worker_of_this_machine(fresh_session: Callable[..., Any]) -> None:
     fresh_session(world_size=1)
     kept = torch.arange(6.0).to(REMOTE)
-    changes: list[dr.NodeChange] = []
-    dr.on_nodes(changes.append)
-    assert dr.add_worker() == 1
+    changes: list[dr.workers.NodeChange] = []
+    dr.workers.on_nodes(changes.append)
+    assert dr.workers.add_worker() == 1
     assert [node.state for node in dr.nodes()] == ["ready", "ready"]
     # The new device has the next number, and the others keep theirs.
     assert torch.ones(2, device="remote:1").place == dr.place(1, "cpu")  # type: ignore[attr-defined]
     assert kept.to("remote:1").tolist() == [0, 1, 2, 3, 4, 5] and kept.sum().item() == 15
     assert sums([0, 1]) == [6, 6]
-    older = dr.new_group([0, 1])
-    assert dr.add_worker() == 2
+    older = dr.distributed.new_group([0, 1])
+    assert dr.workers.add_worker() == 2
     assert sums([2, 0, 1]) == [9, 9, 9]
     xs = [torch.ones(1, device=f"remote:{k}") for k in range(2)]
-    dr.all_reduce(xs, group=older)
+    dr.distributed.all_reduce(xs, group=older)
     assert [x.item() for x in xs] == [2, 2]
     until(lambda: [(change.node, change.what) for change in changes] == [(1, "joined"), (2, "joined")])
 
@@ -56,7 +56,7 @@ def test_a_mesh_and_a_function_use_the_new_node(fresh_session: Callable[..., Any
     fresh_session(world_size=2)
     first = dr.init_device_mesh("cpu", (2,))
     x = dr.from_shards([torch.ones(2), torch.ones(2)], first)
-    dr.add_worker()
+    dr.workers.add_worker()
     second = dr.init_device_mesh("cpu", (3,))
     y = dr.from_shards([torch.ones(1) * k for k in range(3)], second)
     assert (x + 1).member(1).tolist() == [2, 2] and (y * 2).member(2).tolist() == [4]
@@ -65,7 +65,7 @@ def test_a_mesh_and_a_function_use_the_new_node(fresh_session: Callable[..., Any
 
 def test_the_new_worker_is_lost_and_restarted_as_others_are(fresh_session: Callable[..., Any]) -> None:
     fresh_session(world_size=1)
-    node = dr.add_worker()
+    node = dr.workers.add_worker()
     os.kill(dr.nodes()[node].pid, signal.SIGKILL)
     until(lambda: dr.nodes()[node].state == "lost")
     dr.restart(node)
@@ -88,7 +88,7 @@ def test_others_compute_while_a_worker_comes(fresh_session: Callable[..., Any]) 
     threads = [threading.Thread(target=work, args=(node,)) for node in range(2)]
     for thread in threads:
         thread.start()
-    added = [dr.add_worker(), dr.add_worker()]
+    added = [dr.workers.add_worker(), dr.workers.add_worker()]
     over.set()
     for thread in threads:
         thread.join()
@@ -103,9 +103,11 @@ def test_a_running_daemon_is_named_by_its_address(fresh_session: Callable[..., A
     first, second = (ListeningWorker(folder, "--listen", "tcp://127.0.0.1:0") for folder in folders)
     try:
         fresh_session(workers=[first.address])
-        with pytest.raises(dr.UsageError, match=r"Name this one, too: dr.add_worker\(.tcp://host:29400"):
-            dr.add_worker()
-        assert dr.add_worker(second.address) == 1
+        with pytest.raises(
+            dr.errors.UsageError, match=r"Name this one, too: dr.workers.add_worker\(.tcp://host:29400"
+        ):
+            dr.workers.add_worker()
+        assert dr.workers.add_worker(second.address) == 1
         assert sums([0, 1]) == [6, 6]
     finally:
         dr.shutdown()
@@ -119,8 +121,8 @@ def test_an_address_where_nobody_listens(fresh_session: Callable[..., Any], tmp_
         session = fresh_session(workers=[worker.address])
         nowhere = f"tcp://127.0.0.1:{free_port()}"
         for _ in range(2):
-            with pytest.raises(dr.ConnectionFailed, match=f"nothing answers at {nowhere} within 1 s"):
-                dr.add_worker(nowhere, timeout=1.0)
+            with pytest.raises(dr.errors.ConnectionFailed, match=f"nothing answers at {nowhere} within 1 s"):
+                dr.workers.add_worker(nowhere, timeout=1.0)
             assert len(session.nodes) == len(session.connector.connections) == 1
         # The number is free again.
         assert torch.ones(2, device=REMOTE).sum().item() == 2
@@ -131,12 +133,14 @@ def test_an_address_where_nobody_listens(fresh_session: Callable[..., Any], tmp_
 
 def test_addresses_that_cannot_be(fresh_session: Callable[..., Any]) -> None:
     fresh_session(world_size=1)
-    with pytest.raises(dr.ConfigurationError, match=r"expected tcp://host:port or ipc://path"):
-        dr.add_worker("gpubox")
-    with pytest.raises(dr.ConfigurationError, match=r"starts workers through ssh when it begins"):
-        dr.add_worker("ssh://gpubox")
-    with pytest.raises(dr.ConfigurationError, match=r"needs a key, and this session has none: .* key=\.\.\."):
-        dr.add_worker("tcp://127.0.0.1:29400")
+    with pytest.raises(dr.errors.ConfigurationError, match=r"expected tcp://host:port or ipc://path"):
+        dr.workers.add_worker("gpubox")
+    with pytest.raises(dr.errors.ConfigurationError, match=r"starts workers through ssh when it begins"):
+        dr.workers.add_worker("ssh://gpubox")
+    with pytest.raises(
+        dr.errors.ConfigurationError, match=r"needs a key, and this session has none: .* key=\.\.\."
+    ):
+        dr.workers.add_worker("tcp://127.0.0.1:29400")
     assert len(active_session().nodes) == 1
 
 
@@ -144,12 +148,12 @@ def test_a_worker_that_dials_gets_the_place_that_was_made_for_it(address: str, d
     dial()
     listen(address)
     with pytest.raises(
-        dr.ConnectionFailed, match=rf"no worker has dialled {address} within 0.2 s. Start one: "
+        dr.errors.ConnectionFailed, match=rf"no worker has dialled {address} within 0.2 s. Start one: "
     ):
-        dr.add_worker(timeout=0.2)
+        dr.workers.add_worker(timeout=0.2)
     dial()
     # It dials before or after the place is made.
-    assert dr.add_worker() == 1
+    assert dr.workers.add_worker() == 1
     assert sums([0, 1]) == [6, 6]
 
 
@@ -157,7 +161,7 @@ def test_workers_join_up_to_the_most(address: str, dial: Dialler, caplog: pytest
     dial()
     listen(address, max_world_size=2)
     joined = threading.Event()
-    dr.on_nodes(lambda change: joined.set())
+    dr.workers.on_nodes(lambda change: joined.set())
     dial()
     assert joined.wait(STARTING) and sums([0, 1]) == [6, 6]
     dial()
@@ -171,7 +175,9 @@ def test_the_most_is_a_number_that_goes_with_listen() -> None:
         {"max_world_size": 4},
         {"listen": "tcp://127.0.0.1:0", "world_size": 3, "max_world_size": 2},
     ):
-        with pytest.raises(dr.ConfigurationError, match=r"at least world_size \(.*\), and goes with listen="):
+        with pytest.raises(
+            dr.errors.ConfigurationError, match=r"at least world_size \(.*\), and goes with listen="
+        ):
             dr.init_master_worker(**options)  # type: ignore[arg-type]
 
 
@@ -180,13 +186,13 @@ def test_a_later_master_finds_the_added_worker(tmp_path: Path, monkeypatch: pyte
     dr.shutdown()
     dr.init_master_worker(world_size=1, session="grown", timeout=STARTING)
     try:
-        assert dr.add_worker() == 1
+        assert dr.workers.add_worker() == 1
         kept = torch.ones(4).to("remote:1")
         dr.publish("kept", kept)
         dr.detach()
         dr.init_master_worker(session="grown", resume=True, timeout=STARTING)
         assert len(dr.nodes()) == 2
         assert dr.lookup("kept").sum().item() == 4 and sums([0, 1]) == [6, 6]
-        assert dr.add_worker() == 2
+        assert dr.workers.add_worker() == 2
     finally:
         dr.shutdown()

@@ -32,7 +32,7 @@ def test_a_channel_between_workers_is_no_backend(name: str) -> None:
         lambda: dr.init_master_worker(backend=name),
         f"backend='{name}' names a channel between workers; the command channel is always ZeroMQ: use "
         f"backend=\"zmq\", data_channel='{name}'",
-        dr.ConfigurationError,
+        dr.errors.ConfigurationError,
     )
 
 
@@ -46,7 +46,7 @@ def test_an_address_without_a_port(option: str) -> None:
         lambda: dr.init_master_worker(**where, insecure=True),
         "got address 'tcp://127.0.0.1': the port is missing. Expected tcp://host:port or ipc://path "
         "(at most 107 characters of path).",
-        dr.ConfigurationError,
+        dr.errors.ConfigurationError,
     )
 
 
@@ -55,7 +55,7 @@ def test_an_address_is_looked_at_before_its_key(
 ) -> None:
     monkeypatch.setenv("DISTRUNTIME_KEY", str(tmp_path / "none"))
     for address in ("tcp://192.0.2.1", "tcp://127.0.0.1"):
-        with pytest.raises(dr.ConfigurationError, match="the port is missing"):
+        with pytest.raises(dr.errors.ConfigurationError, match="the port is missing"):
             dr.init_master_worker(workers=[address])
     assert command_line.main(["status", "tcp://nohost.invalid:1", "--insecure", "--timeout", "1"]) == 1
     assert "the name 'nohost.invalid' in 'tcp://nohost.invalid:1' does not resolve" in capsys.readouterr().out
@@ -70,7 +70,7 @@ def test_an_address_that_is_taken() -> None:
             lambda: dr.init_master_worker(listen=address, world_size=2, insecure=True),
             f"got address '{address}': it is in use: another program listens there already. Choose another "
             "port, or end that program",
-            dr.ConfigurationError,
+            dr.errors.ConfigurationError,
         )
 
 
@@ -79,5 +79,5 @@ def test_a_name_that_does_not_resolve() -> None:
         lambda: dr.init_master_worker(workers=["tcp://nohost.invalid:29400"], insecure=True, timeout=1.0),
         "the name 'nohost.invalid' in 'tcp://nohost.invalid:29400' does not resolve on this machine: check "
         "its spelling",
-        dr.ConnectionFailed,
+        dr.errors.ConnectionFailed,
     )

@@ -188,7 +188,7 @@ def test_what_would_be_a_lie_raises_and_what_pretends_is_listed() -> None:
         (torch.cuda.cudart, "mem_get_info"),
         (lambda: torch.cuda.graph(None), "run the step without it"),  # type: ignore[arg-type]
     ):
-        with pytest.raises(dr.NotSupportedError, match=text):
+        with pytest.raises(dr.errors.NotSupportedError, match=text):
             ask()
     with pytest.raises(
         RuntimeError, match=r'invalid device ordinal: cuda:1 .*cuda:0 is node 0 cpu.*as_cuda="all"'
@@ -312,7 +312,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_says_so_at_the_users_line(name: str) -> None:
     ask, text = WRONG[name]
-    with pytest.raises((RuntimeError, dr.NotSupportedError), match=text) as failed:
+    with pytest.raises((RuntimeError, dr.errors.NotSupportedError), match=text) as failed:
         ask()
     frames = [Path(str(entry.path)) for entry in failed.traceback]
     assert not [path for path in frames if "distruntime" in path.parts and "tests" not in path.parts]
@@ -503,7 +503,7 @@ def test_what_fails_half_way_leaves_nothing(
 
 
 def test_it_asks_for_a_word_it_knows(fresh_session: Callable[..., Any]) -> None:
-    with pytest.raises(dr.ConfigurationError, match='as_cuda= is True, "all" or "force"'):
+    with pytest.raises(dr.errors.ConfigurationError, match='as_cuda= is True, "all" or "force"'):
         fresh_session(as_cuda="yes")
     fresh_session(world_size=2, simulate_cuda=2, as_cuda="all")
     assert torch.cuda.device_count() == 4
@@ -511,6 +511,6 @@ def test_it_asks_for_a_word_it_knows(fresh_session: Callable[..., Any]) -> None:
     torch.cuda.set_device(2)
     assert torch.zeros(1, device="cuda").place == dr.place(1, "cuda:0") and torch.cuda.current_device() == 2
     dr.shutdown()
-    with pytest.raises(dr.ConfigurationError, match="no take-over is on"):
+    with pytest.raises(dr.errors.ConfigurationError, match="no take-over is on"):
         dr.takeover()
     dr.init_master_worker(world_size=2, as_cuda=True, timeout=STARTING)

@@ -191,7 +191,7 @@ def test_the_session_gives_files_back(fresh_session: Callable[..., Any]) -> None
     torch.save(x, file)
     file.seek(0)
     assert torch.load(file).device.type == "cpu"
-    with pytest.raises(dr.NotSupportedError, match=r"torch\.save"):
+    with pytest.raises(dr.errors.NotSupportedError, match=r"torch\.save"):
         pickle.dumps(x)
     dr.shutdown()
     dr.init_master_worker(world_size=2, as_cuda=True, timeout=STARTING)

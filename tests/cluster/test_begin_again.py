@@ -20,7 +20,7 @@ from processes import STARTING, Child, ListeningWorker, until
 pytestmark = pytest.mark.usefixtures("own_state")
 
 
-def first_cell(**options: Any) -> dr.Session:
+def first_cell(**options: Any) -> dr.types.Session:
     """Begin as a notebook's first cell does that names its session."""
     return dr.init_master_worker(session="day", resume="auto", timeout=STARTING, **options)
 
@@ -53,7 +53,7 @@ def test_the_same_arguments_return_the_session_that_is_open() -> None:
 
 def test_other_arguments_say_which_differ() -> None:
     dr.init_master_worker(world_size=1, timeout=STARTING)
-    with pytest.raises(dr.UsageError) as caught:
+    with pytest.raises(dr.errors.UsageError) as caught:
         dr.init_master_worker(world_size=2, timeout=STARTING, simulate_cuda=1, session="day")
     text = str(caught.value)
     assert "world_size: got 2, expected 1; " in text and "simulate_cuda: got 1, expected 0" in text
@@ -75,7 +75,7 @@ def test_a_cell_that_names_its_session_runs_twice_in_one_kernel() -> None:
 
 @pytest.mark.parametrize("wrong", ["yes", 2, None])
 def test_resume_is_one_of_three(wrong: Any) -> None:
-    with pytest.raises(dr.ConfigurationError, match=r'resume is True, False or "auto".*got'):
+    with pytest.raises(dr.errors.ConfigurationError, match=r'resume is True, False or "auto".*got'):
         dr.init_master_worker(session="day", resume=wrong)
 
 
@@ -104,7 +104,7 @@ def test_the_first_cell_the_next_morning(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_other_numbers_than_those_of_the_session_are_refused() -> None:
     kernel()
-    with pytest.raises(dr.ConfigurationError, match=r"'day' has 2 workers .* got world_size=3"):
+    with pytest.raises(dr.errors.ConfigurationError, match=r"'day' has 2 workers .* got world_size=3"):
         first_cell(world_size=3)
 
 
@@ -146,7 +146,7 @@ def test_auto_does_not_take_a_session_from_a_live_master(daemons: list[Listening
     address = daemons[0].address
     with Child(holds, address) as child:
         child.expect("holding")
-        with pytest.raises(dr.ConnectionFailed, match="the session 'day' is in use"):
+        with pytest.raises(dr.errors.ConnectionFailed, match="the session 'day' is in use"):
             first_cell(workers=[address])
         first_cell(workers=[address], force=True)
         assert dr.lookup("x").tolist() == [1, 1]
@@ -182,7 +182,7 @@ def test_a_session_is_shown_as_a_card() -> None:
     assert [re.match(r" node (\d)  \S+  (ready|busy)  cpu", line)[1] for line in lines[1:]] == ["0", "1"]  # type: ignore[index]
     session.shutdown()
     assert repr(session) == '<distruntime session "day", it was shut down>'
-    with pytest.raises(dr.SessionClosed):
+    with pytest.raises(dr.errors.SessionClosed):
         session.memory()
 
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _two_nodes() -> Iterator[dr.Settings]:
+def _two_nodes() -> Iterator[dr.types.Settings]:
     dr.shutdown()
     dr.init_master_worker(world_size=2)
     yield read()
@@ -28,7 +28,7 @@ def _two_nodes() -> Iterator[dr.Settings]:
 
 
 @pytest.fixture(autouse=True)
-def _as_before(_two_nodes: dr.Settings) -> Iterator[None]:
+def _as_before(_two_nodes: dr.types.Settings) -> Iterator[None]:
     yield
     if dr.is_initialized():
         dr.config(
@@ -37,7 +37,7 @@ def _as_before(_two_nodes: dr.Settings) -> Iterator[None]:
         assert read(0) == read(1) == _two_nodes
 
 
-def read(node: int = 0) -> dr.Settings:
+def read(node: int = 0) -> dr.types.Settings:
     found = dr.config(node=node)
     assert found is not None and list(found) == [node]
     return found[node]
@@ -62,7 +62,7 @@ def test_the_settings_print_as_a_table() -> None:
     found = dr.config()
     assert isinstance(found, dict) and found[1].num_threads == 2
     lines = repr(found).splitlines()
-    assert len(lines) == 1 + len(fields(dr.Settings)) and max(map(len, lines)) < 110
+    assert len(lines) == 1 + len(fields(dr.types.Settings)) and max(map(len, lines)) < 110
     assert lines[0].split() == ["setting", "node", "0", "node", "1"]
     assert lines[1].split() == ["num_threads", "1", "2"]
     assert found._repr_html_().startswith("<table><tr><th>setting</th><th>node 0</th>")
@@ -95,7 +95,7 @@ def test_a_setting_is_set_on_the_node_that_is_named(name: str, value: Any) -> No
 
 
 def test_every_setting_is_tried_here() -> None:
-    assert {name for name, _ in OTHERS} == {field.name for field in fields(dr.Settings)} - {"warn_only"}
+    assert {name for name, _ in OTHERS} == {field.name for field in fields(dr.types.Settings)} - {"warn_only"}
 
 
 def test_several_at_once_on_every_node() -> None:
@@ -175,11 +175,11 @@ def test_deterministic_algorithms_refuse_or_warn() -> None:
 
 
 def test_setting_returns_at_once_and_reading_waits() -> None:
-    dr.set_sync_debug_mode("error")
+    dr.profiler.set_sync_debug_mode("error")
     try:
         dr.config(cudnn_benchmark=True)
     finally:
-        dr.set_sync_debug_mode("default")
+        dr.profiler.set_sync_debug_mode("default")
     assert read().cudnn_benchmark
 
 
@@ -217,7 +217,7 @@ def test_setting_returns_at_once_and_reading_waits() -> None:
 )
 def test_a_wrong_value_is_raised_at_once_and_nothing_is_set(wrong: dict[str, Any], text: str) -> None:
     before = dr.config()
-    with pytest.raises(dr.ConfigurationError) as caught:
+    with pytest.raises(dr.errors.ConfigurationError) as caught:
         dr.config(cudnn_deterministic=True, **wrong)
     assert str(caught.value) == text and dr.config() == before
 
@@ -228,7 +228,7 @@ def test_a_setting_that_is_none_of_torchs_is_pythons_own_error() -> None:
 
 
 def test_no_such_node() -> None:
-    with pytest.raises(dr.PlacementError, match="no node 7"):
+    with pytest.raises(dr.errors.PlacementError, match="no node 7"):
         dr.config(node=7, cudnn_benchmark=True)
 
 
@@ -240,9 +240,9 @@ def test_what_a_worker_refuses_is_raised_by_the_next_synchronize() -> None:
         RuntimeError, match=r"num_threads=1000000: this worker has \d+ cores and takes \d+ at most"
     ) as caught:
         dr.synchronize()
-    assert isinstance(caught.value, dr.RemoteError) and "dr.config(node=0, num_threads=1_000_000)" in str(
-        caught.value
-    )
+    assert isinstance(
+        caught.value, dr.errors.RemoteError
+    ) and "dr.config(node=0, num_threads=1_000_000)" in str(caught.value)
     dr.synchronize()
     assert x.sum().item() == 3 and read() == before
 

@@ -223,18 +223,18 @@ def test_after_the_grace_time_a_worker_is_lost(attach: Start, network: Network) 
     with network.broken():
         unreachable()
         old, pending, y = session.nodes[0], dr.fetch_async(x), x + 1
-        with pytest.raises(dr.NodeFailed, match=lost):
+        with pytest.raises(dr.errors.NodeFailed, match=lost):
             y.sum().item()
-        with pytest.raises(dr.NodeFailed, match=lost):
+        with pytest.raises(dr.errors.NodeFailed, match=lost):
             pending.result(20)
-        with pytest.raises(dr.NodeFailed, match=lost):
+        with pytest.raises(dr.errors.NodeFailed, match=lost):
             x.add_(1)
-        with pytest.raises(dr.NodeFailed, match=lost):
+        with pytest.raises(dr.errors.NodeFailed, match=lost):
             dr.synchronize(0)
         assert dr.nodes()[0].state == "lost"
     until(lambda: session.nodes[0] is not old)  # it is there again, and begins anew
     assert torch.ones(3, device="remote").sum().item() == 3
-    with pytest.raises(dr.NodeFailed, match=lost):
+    with pytest.raises(dr.errors.NodeFailed, match=lost):
         x.cpu()
 
 
@@ -245,7 +245,7 @@ def test_an_issuer_that_waits_for_room_is_told_of_the_loss(
     x = torch.zeros((), device="remote")
     x += 1
     monkeypatch.setattr(sys.modules["distruntime.log.log"], "WINDOW", 3000)
-    with network.broken(), pytest.raises(dr.NodeFailed, match="was unreachable for"):
+    with network.broken(), pytest.raises(dr.errors.NodeFailed, match="was unreachable for"):
         for _ in range(100_000):
             x.add_(1)
 
@@ -328,7 +328,7 @@ def test_a_worker_that_has_given_the_session_up_says_so(
     old = session.nodes[0]
     network.mend()
     with pytest.raises(
-        dr.NodeFailed, match=r"does not have this session any more: .* no session 'kept-a-second'"
+        dr.errors.NodeFailed, match=r"does not have this session any more: .* no session 'kept-a-second'"
     ):
         x.cpu()
     until(lambda: session.nodes[0] is not old)
@@ -548,7 +548,7 @@ def test_a_place_that_comes_free_while_a_session_begins_is_given_to_who_waits(
 
     thread = threading.Thread(target=dial)
     thread.start()
-    with pytest.raises(dr.ConnectionFailed, match="1 of 1 workers did not dial"):
+    with pytest.raises(dr.errors.ConnectionFailed, match="1 of 1 workers did not dial"):
         fresh_session(listen=address, world_size=1, timeout=10)
     thread.join()
     assert [type(one) for one in answers] == [Hello, Hello]

@@ -47,14 +47,21 @@ def test_cuda_is_the_first_gpu_that_a_node_offers(tmp_path: Path) -> None:
             on_cpu = torch.ones(2, device="remote")
         with dr.device("cuda"):
             in_context = torch.ones(2, device="remote")
-        made = [x, in_context, on_cpu.cuda(), on_cpu.to("cuda"), on_cpu.to(3), dr.ones(2, device="cuda")]
+        made = [
+            x,
+            in_context,
+            on_cpu.cuda(),
+            on_cpu.to("cuda"),
+            on_cpu.to(3),
+            dr.factories.ones(2, device="cuda"),
+        ]
         assert {str(found.place) for found in made} == {"node 0 cuda:3"}  # type: ignore[attr-defined]
         assert {str(s.place) for s in (dr.Stream(0), dr.Stream(device="cuda"))} == {"node 0 cuda:3"}
         assert str(dr.init_device_mesh("cuda", (1,)).places[0]) == "node 0 cuda:3"
         for device in ("cuda:0", 0):
-            with pytest.raises(dr.PlacementError, match="has no device 'cuda:0': it has cpu, cuda:3"):
+            with pytest.raises(dr.errors.PlacementError, match="has no device 'cuda:0': it has cpu, cuda:3"):
                 x.to(device)
-        with pytest.raises(dr.PlacementError, match="has no device 'xpu:0': it has cpu, cuda:3"):
+        with pytest.raises(dr.errors.PlacementError, match="has no device 'xpu:0': it has cpu, cuda:3"):
             x.to("xpu")
     finally:
         dr.shutdown()
@@ -142,9 +149,9 @@ def test_a_number_or_no_number_is_the_first_kind_of_accelerator() -> None:
         assert meant_by("accelerator", have) == "xpu:0"
 
 
-def _node(index: int, *cards: Device) -> dr.NodeInfo:
+def _node(index: int, *cards: Device) -> dr.types.NodeInfo:
     cpu = Device("cpu", 1, "8 threads", 64 << 30, 32 << 30, "", 0, 0)
-    return dr.NodeInfo(
+    return dr.types.NodeInfo(
         index, "host", 7, "tcp://host:1", (cpu, *cards), False, "2.13.0", "3.11.7", 0.001, "ready"
     )
 
@@ -177,6 +184,8 @@ def test_a_device_from_outside_of_torch_in_this_process(monkeypatch: pytest.Monk
     monkeypatch.setattr(install, "_library", [])
     monkeypatch.setattr(torch._C, "_get_privateuse1_backend_name", lambda: "npu")
     before = torch.save
-    with pytest.raises(dr.ConfigurationError, match=r"'npu' is loaded.*TORCH_DEVICE_BACKEND_AUTOLOAD=0"):
+    with pytest.raises(
+        dr.errors.ConfigurationError, match=r"'npu' is loaded.*TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+    ):
         install.install()
     assert torch.save is before and not install._library

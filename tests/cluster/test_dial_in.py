@@ -22,7 +22,7 @@ from processes import STARTING, Child, until
 Dialler = Callable[[], None]
 
 
-def begin(address: str, count: int, timeout: float = STARTING, **options: Any) -> dr.Session:
+def begin(address: str, count: int, timeout: float = STARTING, **options: Any) -> dr.types.Session:
     return dr.init_master_worker(listen=address, world_size=count, insecure=True, timeout=timeout, **options)
 
 
@@ -41,7 +41,7 @@ def test_who_is_missing_is_named(address: str, dial: Dialler) -> None:
     texts: list[str] = []
 
     def one_has_come() -> bool:
-        with pytest.raises(dr.ConnectionFailed) as caught:
+        with pytest.raises(dr.errors.ConnectionFailed) as caught:
             begin(address, 3, timeout=1.0)
         texts.append(str(caught.value))
         return "has come" in texts[-1]
@@ -60,7 +60,7 @@ def test_a_worker_hears_that_the_session_did_not_come_about(
     dial()
 
     def told() -> bool:
-        with pytest.raises(dr.ConnectionFailed):
+        with pytest.raises(dr.errors.ConnectionFailed):
             begin(address, 2, timeout=1.0)
         return "ended (the session did not come about)" in (tmp_path / "worker-0.log").read_text(
             encoding="utf-8"

@@ -99,12 +99,14 @@ def test_a_save_does_not_hold_the_end_up_while_its_worker_is_away(
                 began = time.monotonic()
                 try:
                     getattr(dr, end)(LIMIT)
-                except dr.WaitTimeout:
+                except dr.errors.WaitTimeout:
                     assert end == "detach"
                 assert time.monotonic() - began < BOUND
                 assert "the session ends before the checkpoint" in caplog.text and not under_way
                 assert saving.done()
-                with pytest.raises(dr.SessionClosed, match=r"before the checkpoint in .* was complete"):
+                with pytest.raises(
+                    dr.errors.SessionClosed, match=r"before the checkpoint in .* was complete"
+                ):
                     saving.wait()
     finally:
         worker.stop()

@@ -25,11 +25,13 @@ def test_a_script_of_a_launch_waits_for_its_workers(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("DISTRUNTIME_WORLD_SIZE", "4")
     assert launched(None, None, None, None) == (4, None, "tcp://0.0.0.0:29400")
     assert launched(4, None, None, None) == (4, None, "tcp://0.0.0.0:29400")
-    with pytest.raises(dr.ConfigurationError, match="world_size=2, and `distruntime launch` has started 4"):
+    with pytest.raises(
+        dr.errors.ConfigurationError, match="world_size=2, and `distruntime launch` has started 4"
+    ):
         launched(2, None, None, None)
     monkeypatch.setenv("DISTRUNTIME_WORLD_SIZE", "many")
     with pytest.raises(
-        dr.ConfigurationError, match="DISTRUNTIME_WORLD_SIZE is a number of workers, got 'many'"
+        dr.errors.ConfigurationError, match="DISTRUNTIME_WORLD_SIZE is a number of workers, got 'many'"
     ):
         launched(None, None, None, None)
 
@@ -40,7 +42,7 @@ def test_workers_are_named_by_a_variable(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("DISTRUNTIME_WORKERS", "ssh://a?devices=cuda:0,cuda:1,ssh://b")
     assert launched(None, None, None, None) == (None, ["ssh://a?devices=cuda:0,cuda:1", "ssh://b"], None)
     monkeypatch.setenv("DISTRUNTIME_LISTEN", "tcp://0.0.0.0:29400")
-    with pytest.raises(dr.ConfigurationError, match="Unset one of the two"):
+    with pytest.raises(dr.errors.ConfigurationError, match="Unset one of the two"):
         launched(None, None, None, None)
 
 

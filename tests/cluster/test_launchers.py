@@ -22,7 +22,7 @@ from processes import PATH, free_port, until
 REMOTE = "remote"
 
 
-class ShellWorker(dr.WorkerProcess):
+class ShellWorker(dr.workers.WorkerProcess):
     """A process group: a shell, and the worker below it."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -58,14 +58,14 @@ class ShellWorker(dr.WorkerProcess):
             os.killpg(self.process.pid, number)
 
 
-class ShellLauncher(dr.Launcher):
+class ShellLauncher(dr.workers.Launcher):
     """Starts workers below a shell, which hands signals on by being in one group with them."""
 
     def __init__(self) -> None:
-        self.specs: list[dr.LaunchSpec] = []
+        self.specs: list[dr.workers.LaunchSpec] = []
         self.started: list[ShellWorker] = []
 
-    def start(self, spec: dr.LaunchSpec) -> ShellWorker:
+    def start(self, spec: dr.workers.LaunchSpec) -> ShellWorker:
         self.specs.append(spec)
         log = spec.directory / f"shell-{len(self.specs)}.log"
         environment = {**os.environ, **spec.environment, "PYTHONPATH": os.pathsep.join(PATH)}
@@ -193,8 +193,8 @@ class Numberless(ShellWorker):
 def test_what_is_wrong_with_a_launcher_is_said(
     shells: ShellLauncher, kind: type[ShellWorker], said: str
 ) -> None:
-    class Wrong(dr.Launcher):
-        def start(self, spec: dr.LaunchSpec) -> dr.WorkerProcess:
+    class Wrong(dr.workers.Launcher):
+        def start(self, spec: dr.workers.LaunchSpec) -> dr.workers.WorkerProcess:
             right = shells.start(spec)
             return kind(right.process, right.log)
 
@@ -205,14 +205,14 @@ def test_what_is_wrong_with_a_launcher_is_said(
 @pytest.mark.timeout(400)
 def test_a_worker_that_ends_at_once_is_quoted(shells: ShellLauncher) -> None:
     class Broken(ShellLauncher):
-        def start(self, spec: dr.LaunchSpec) -> ShellWorker:
+        def start(self, spec: dr.workers.LaunchSpec) -> ShellWorker:
             log = spec.directory / "broken.log"
             with log.open("wb") as output:
                 process = subprocess.Popen(["sh", "-c", "echo no such partition; exit 3"], stdout=output)
             return ShellWorker(process, log)
 
     with pytest.raises(
-        dr.ConnectionFailed, match=r"worker 0 ended before it was ready \(the shell says 3\)"
+        dr.errors.ConnectionFailed, match=r"worker 0 ended before it was ready \(the shell says 3\)"
     ) as caught:
         dr.init_master_worker(world_size=1, launcher=Broken(), timeout=90)
     assert "no such partition" in str(caught.value)
@@ -221,17 +221,17 @@ def test_a_worker_that_ends_at_once_is_quoted(shells: ShellLauncher) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"launcher": ShellLauncher}, "launcher is a distruntime.Launcher, got"),
+        ({"launcher": ShellLauncher}, "launcher is a distruntime.workers.Launcher, got"),
         ({"launcher": LocalLauncher(), "workers": ["tcp://127.0.0.1:1"]}, "launcher= starts workers"),
     ],
 )
 def test_arguments_that_cannot_be(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(dr.ConfigurationError, match=said):
+    with pytest.raises(dr.errors.ConfigurationError, match=said):
         dr.init_master_worker(**options)
 
 
 @pytest.mark.slow(reason="starts workers by a launcher, 3 s")
 def test_a_check_needs_to_be_alone(fresh_session: Callable[..., Any]) -> None:
     fresh_session(world_size=1)
-    with pytest.raises(dr.UsageError, match="end the open one first"):
+    with pytest.raises(dr.errors.UsageError, match="end the open one first"):
         check_launcher(LocalLauncher())

@@ -135,20 +135,20 @@ def test_nodes_tell_what_runs_there_and_stacks_where(tmp_path: Path) -> None:
     head, row = repr(dr.nodes()).splitlines()[2:]
     assert head.split() == "node address doing queued sessions CPU".split() and row.split()[-1] == "%"
     assert dr.nodes()._repr_html_().count("<table>") == 2
-    found = dr.stacks(0)
+    found = dr.profiler.stacks(0)
     assert repr(found) == str(found) and f"pid {node.pid}" in found
     assert "thread executor" in found and "executor.py" in found
     x.sum().item()
-    with pytest.raises(dr.PlacementError):
-        dr.stacks(7)
+    with pytest.raises(dr.errors.PlacementError):
+        dr.profiler.stacks(7)
 
 
 def test_a_worker_that_does_not_answer_has_no_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     dr.init_master_worker(world_size=1)
     pid = dr.nodes()[0].pid
     monkeypatch.setenv("DISTRUNTIME_LOOK_TIMEOUT", "0.2")
-    with stopped(pid), pytest.raises(dr.WaitTimeout, match=f"py-spy dump --native --pid {pid}"):
-        dr.stacks(0)
+    with stopped(pid), pytest.raises(dr.errors.WaitTimeout, match=f"py-spy dump --native --pid {pid}"):
+        dr.profiler.stacks(0)
     assert state(pid) in "RS"
 
 

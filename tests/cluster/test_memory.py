@@ -52,12 +52,12 @@ def _nothing_held(_a_session_of_this_file: None, monkeypatch: pytest.MonkeyPatch
         dr.init_master_worker(world_size=2, simulate_cuda=1)
 
 
-def by_line(memory: dr.Memory) -> list[tuple[int, int, str, str]]:
+def by_line(memory: dr.types.Memory) -> list[tuple[int, int, str, str]]:
     """Return (KiB, tensors, place, source) of each line."""
     return [(h.nbytes // 1024, h.tensors, str(h.place), h.line.partition("   ")[2]) for h in memory.lines]
 
 
-def sizes(memory: dr.Memory) -> list[tuple[int, int]]:
+def sizes(memory: dr.types.Memory) -> list[tuple[int, int]]:
     """Return (KiB, tensors) of each line."""
     return [row[:2] for row in by_line(memory)]
 
@@ -169,7 +169,7 @@ def test_layers_hold_parameters_gradients_and_their_optimizers_state() -> None:
     text = repr(dr.memory(0, by="module", top=2))
     assert "  layer\n" in text and "7 more layers, and what no module has" in text
     assert other.numel() == K
-    with pytest.raises(dr.UsageError, match='got by=\'layer\', expected "line", "module"'):
+    with pytest.raises(dr.errors.UsageError, match='got by=\'layer\', expected "line", "module"'):
         dr.memory(by="layer")  # type: ignore[arg-type]
 
 
@@ -197,7 +197,7 @@ def test_one_node_alone() -> None:
     memory = dr.memory(1)
     assert [str(d.place) for d in memory.devices] == ["node 1 cpu", "node 1 cuda:0"]
     assert [row[2] for row in by_line(memory)] == ["node 1 cuda:0"] and there.dim() == 1
-    with pytest.raises(dr.PlacementError, match="no node 5"):
+    with pytest.raises(dr.errors.PlacementError, match="no node 5"):
         dr.memory(5)
 
 
@@ -293,7 +293,7 @@ def test_a_lost_node_is_left_out(fresh_session: Callable[..., Any]) -> None:
         and sizes(memory) == [(1, 1)]
         and kept.dim() == 1
     )
-    with pytest.raises(dr.NodeFailed):
+    with pytest.raises(dr.errors.NodeFailed):
         dr.memory(1)
 
 
@@ -304,7 +304,7 @@ def text_of(code: Callable[[], object], kind: type[Exception] = RuntimeError) ->
     """Return the lines of the error that `code` raises, without what differs between machines."""
     with pytest.raises(kind) as caught:
         code()
-    assert isinstance(caught.value, dr.RemoteError)
+    assert isinstance(caught.value, dr.errors.RemoteError)
     text = str(caught.value).replace(socket.gethostname(), "HOST")
     text = re.sub(r"^\[enforce fail at \w+\.cpp:\d+\] .*?DefaultCPUAllocator", "DefaultCPUAllocator", text)
     return re.sub(r"\S*/(\w+\.py):\d+", r"\1:LINE", text).splitlines()
@@ -485,7 +485,7 @@ def test_what_has_grown_since_the_last_look_is_named() -> None:
     assert "range(3)]" in repr(third) and "range(3)]" in third._repr_html_()
     kept.clear()
     assert dr.memory(by="time").lines == ()
-    with pytest.raises(dr.UsageError, match='expected "line", "module", "session" or "time"'):
+    with pytest.raises(dr.errors.UsageError, match='expected "line", "module", "session" or "time"'):
         dr.memory(by="day")  # type: ignore[arg-type]
 
 

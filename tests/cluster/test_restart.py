@@ -44,7 +44,7 @@ def test_a_loss_names_node_host_signal_and_what_was_lost(fresh_session: Callable
     kept = torch.ones(4, device=REMOTE)
     mine.sum().item()
     pid = kill(1)
-    with pytest.raises(dr.NodeFailed) as caught:
+    with pytest.raises(dr.errors.NodeFailed) as caught:
         until(lambda: mine.sum().item() is None)
     text = str(caught.value)
     for part in (
@@ -89,7 +89,7 @@ def test_the_others_keep_computing_while_one_dies(fresh_session: Callable[..., A
     stop.set()
     for thread in threads:
         thread.join()
-    assert [type(error) for error in errors] == [dr.NodeFailed]
+    assert [type(error) for error in errors] == [dr.errors.NodeFailed]
 
 
 def test_restart_gives_the_number_to_another_worker(fresh_session: Callable[..., Any]) -> None:
@@ -105,12 +105,12 @@ def test_restart_gives_the_number_to_another_worker(fresh_session: Callable[...,
         new = torch.full((3,), 2.0, device=REMOTE)
     assert new.place == dr.place(1, "cpu") and new.sum().item() == 6
     for use in (lambda: lost + 1, lambda: lost.sum().item(), lambda: new + lost):
-        with pytest.raises(dr.NodeFailed, match=f"pid {old}"):
+        with pytest.raises(dr.errors.NodeFailed, match=f"pid {old}"):
             use()
     assert (here.to(node=1) + new).tolist() == [3, 3, 3]  # the workers have found each other again
-    group = dr.new_group([0, 1])
+    group = dr.distributed.new_group([0, 1])
     parts = [torch.ones(2, device=REMOTE), torch.ones(2, device=REMOTE).to(node=1)]
-    dr.all_reduce(parts, group=group)
+    dr.distributed.all_reduce(parts, group=group)
     assert parts[0].tolist() == parts[1].tolist() == [2, 2]
     mesh = dr.init_device_mesh("cpu", (2,))
     assert torch.ones(2, device=mesh.device).sum().item() == 2
@@ -145,7 +145,7 @@ def test_how_a_worker_has_ended_is_waited_for(
         until(lambda: len(looks) > 3)
         assert node.failed is None
     until(lambda: node.failed is not None)
-    with pytest.raises(dr.NodeFailed, match="exited: killed by signal 9"):
+    with pytest.raises(dr.errors.NodeFailed, match="exited: killed by signal 9"):
         x.sum().item()
     assert session.nodes[0].state == "lost"
 
@@ -156,11 +156,13 @@ def test_once_there_is_a_new_worker_nobody_advises_a_restart(fresh_session: Call
     dr.publish("m", lost)
     kill(0)
     until(lambda: is_lost(0))
-    with pytest.raises(dr.NodeFailed, match=r"dr\.restart\(0\) puts a new worker there"):
+    with pytest.raises(dr.errors.NodeFailed, match=r"dr\.restart\(0\) puts a new worker there"):
         lost.sum().item()
     dr.restart(0)
     for use in (lambda: lost.sum().item(), lambda: dr.lookup("m")):
-        with pytest.raises(dr.NodeFailed, match="Node 0 has a new worker by now: make or publish") as caught:
+        with pytest.raises(
+            dr.errors.NodeFailed, match="Node 0 has a new worker by now: make or publish"
+        ) as caught:
             use()
         assert "dr.restart" not in str(caught.value).replace("by dr.restart()", "")
 
@@ -170,12 +172,12 @@ def test_restart_of_a_worker_that_lives_begins_anew(fresh_session: Callable[...,
     x = torch.ones(3, device=REMOTE)
     x.sum().item()
     old = dr.nodes()[0].pid
-    with pytest.raises(dr.UsageError, match=r"node 0 .* runs .*dr\.restart\(0, force=True\)"):
+    with pytest.raises(dr.errors.UsageError, match=r"node 0 .* runs .*dr\.restart\(0, force=True\)"):
         dr.restart(0)
     assert x.sum().item() == 3
     dr.restart(0, force=True)
     assert dr.nodes()[0].pid != old
-    with pytest.raises(dr.NodeFailed, match=r"dr\.restart"):
+    with pytest.raises(dr.errors.NodeFailed, match=r"dr\.restart"):
         x.sum().item()
     assert torch.ones(3, device=REMOTE).sum().item() == 3
 
@@ -193,7 +195,7 @@ def test_streams_and_events_of_a_restarted_node(fresh_session: Callable[..., Any
     event = dr.current_stream(0).record_event()
     event.synchronize()
     assert x.sum().item() == 3
-    with pytest.raises(dr.NodeFailed):
+    with pytest.raises(dr.errors.NodeFailed):
         with dr.stream(old):
             torch.ones(3, device=REMOTE)
         old.synchronize()
@@ -201,9 +203,9 @@ def test_streams_and_events_of_a_restarted_node(fresh_session: Callable[..., Any
 
 def test_restart_of_what_is_no_node(fresh_session: Callable[..., Any]) -> None:
     fresh_session(world_size=1)
-    with pytest.raises(dr.PlacementError, match="no node 3"):
+    with pytest.raises(dr.errors.PlacementError, match="no node 3"):
         dr.restart(3)
-    with pytest.raises(dr.ConfigurationError, match="timeout is a number of seconds"):
+    with pytest.raises(dr.errors.ConfigurationError, match="timeout is a number of seconds"):
         dr.restart(0, timeout=-1)
 
 
@@ -234,16 +236,16 @@ def test_a_worker_that_is_started_again_and_dies_at_once_is_reported(
     assert torch.ones(3, device=REMOTE).sum().item() == 3
 
 
-class FirstDies(dr.Launcher):
+class FirstDies(dr.workers.Launcher):
     """Lets the second worker go on once the first has died, and another has asked for its place."""
 
     def __init__(self) -> None:
-        self.started: list[dr.WorkerProcess] = []
+        self.started: list[dr.workers.WorkerProcess] = []
         self.joined: set[int] = set()
         self.connectors: list[Connector] = []
         self.launcher = LocalLauncher()
 
-    def start(self, spec: dr.LaunchSpec) -> dr.WorkerProcess:
+    def start(self, spec: dr.workers.LaunchSpec) -> dr.workers.WorkerProcess:
         self.started.append(self.launcher.start(spec))
         if len(self.started) == 2:
             os.kill(self.started[1].pid, signal.SIGSTOP)
@@ -274,7 +276,7 @@ def test_a_worker_that_is_lost_while_others_are_waited_for_is_replaced_by_its_ow
         until(lambda: [node.state for node in dr.nodes()] == ["ready", "ready"])
         assert [node.pid for node in dr.nodes()] == [launcher.started[2].pid, launcher.started[1].pid]
         tensors = [torch.ones(2, device=REMOTE).to(node=k) for k in range(2)]
-        dr.all_reduce(tensors)
+        dr.distributed.all_reduce(tensors)
         assert [t.tolist() for t in tensors] == [[2.0, 2.0]] * 2
     finally:
         dr.shutdown()
@@ -282,7 +284,9 @@ def test_a_worker_that_is_lost_while_others_are_waited_for_is_replaced_by_its_ow
 
 def test_restart_workers_is_for_workers_that_were_started_here() -> None:
     dr.shutdown()
-    with pytest.raises(dr.ConfigurationError, match="restart_workers is for workers that are started here"):
+    with pytest.raises(
+        dr.errors.ConfigurationError, match="restart_workers is for workers that are started here"
+    ):
         dr.init_master_worker(workers=["tcp://127.0.0.1:1"], restart_workers=True)
 
 
@@ -312,14 +316,14 @@ def test_a_daemon_that_comes_back_takes_its_place(fresh_session: Callable[..., A
         started = time.monotonic()
         first.process.kill()
         first.process.wait()
-        with pytest.raises(dr.NodeFailed, match="died: the process is gone"):
+        with pytest.raises(dr.errors.NodeFailed, match="died: the process is gone"):
             until(lambda: x.sum().item() is None)
         assert session.nodes[0].state == "lost" and time.monotonic() - started < 30
         old = session.nodes[0]
         second = ListeningWorker(folders[1], "--listen", first.address)
         until(lambda: session.nodes[0] is not old)
         assert torch.ones(3, device=REMOTE).sum().item() == 3
-        with pytest.raises(dr.NodeFailed):
+        with pytest.raises(dr.errors.NodeFailed):
             x.sum().item()
     finally:
         dr.shutdown()
@@ -347,7 +351,7 @@ def test_a_daemons_last_words_count_though_its_end_is_seen_with_them(
             return found
 
         monkeypatch.setattr(session.channel, "events", held_up)
-        with pytest.raises(dr.NodeFailed, match="left: the worker was stopped"):
+        with pytest.raises(dr.errors.NodeFailed, match="left: the worker was stopped"):
             until(lambda: x.sum().item() is None)
     finally:
         monkeypatch.undo()
@@ -363,11 +367,11 @@ def test_a_daemon_that_is_stopped_has_left(
         fresh_session(workers=[worker.address])
         x = torch.ones(3, device=REMOTE)
         worker.process.terminate()
-        with pytest.raises(dr.NodeFailed, match="left: the worker was stopped"):
+        with pytest.raises(dr.errors.NodeFailed, match="left: the worker was stopped"):
             until(lambda: x.sum().item() is None)
         assert dr.nodes()[0].state == "left"
         start = f"distruntime-worker --listen {worker.address}"
-        with pytest.raises(dr.ConnectionFailed) as caught:
+        with pytest.raises(dr.errors.ConnectionFailed) as caught:
             dr.restart(0, timeout=0.3)
         text = str(caught.value)
         assert f"no replacement for node 0 appeared at {worker.address} within 0.3 s" in text

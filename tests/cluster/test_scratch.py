@@ -88,7 +88,7 @@ def master(folder: str, package: str) -> None:
     # The workers make the folders for the sockets of data channels.
     x = torch.ones(3, device=dr.place(0))
     print(x.to(dr.place(1)).sum().item())
-    dr.ship(importlib.import_module("shipped_here"))
+    dr.workers.ship(importlib.import_module("shipped_here"))
     for node in active_session().nodes:
         print(node.welcome.pid)
     print("ready", flush=True)

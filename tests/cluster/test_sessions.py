@@ -99,23 +99,24 @@ def test_detach_waits_until_what_was_issued_has_arrived() -> None:
     node = active_session().nodes[0]
     dr.detach()
     assert node.link.acknowledged >= node.link.sent - 1 and not node.words
-    with pytest.raises(dr.SessionClosed, match="detached"):
+    with pytest.raises(dr.errors.SessionClosed, match="detached"):
         x.sum().item()
 
 
 def test_a_session_without_a_name_cannot_be_left() -> None:
     dr.init_master_worker(world_size=1)
-    with pytest.raises(dr.UsageError, match="has no name"):
+    with pytest.raises(dr.errors.UsageError, match="has no name"):
         dr.detach()
     assert torch.ones(2, device=REMOTE).sum().item() == 2
 
 
 def test_resume_of_an_unknown_session_lists_those_that_exist() -> None:
     master("dr.init_master_worker(session='one', world_size=1)")
-    with pytest.raises(dr.ConnectionFailed, match="no session 'two' to resume: there are 'one'"):
+    with pytest.raises(dr.errors.ConnectionFailed, match="no session 'two' to resume: there are 'one'"):
         dr.init_master_worker(session="two", resume=True)
     with pytest.raises(
-        dr.ConnectionFailed, match=r"a session 'one' already, with 1 worker.*resume=\"auto\".*force=True"
+        dr.errors.ConnectionFailed,
+        match=r"a session 'one' already, with 1 worker.*resume=\"auto\".*force=True",
     ):
         dr.init_master_worker(session="one", world_size=1)
 
@@ -130,13 +131,13 @@ def test_the_environment_names_the_session(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("arguments", [{"resume": True}, {"force": True}, {"keep": 5}])
 def test_what_is_about_a_named_session_needs_a_name(arguments: dict[str, Any]) -> None:
-    with pytest.raises(dr.ConfigurationError, match="give session="):
+    with pytest.raises(dr.errors.ConfigurationError, match="give session="):
         dr.init_master_worker(**arguments)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", ".hidden", "x" * 101, 7, "a b"])
 def test_names_that_cannot_be(name: Any) -> None:
-    with pytest.raises(dr.ConfigurationError, match="name is made of letters"):
+    with pytest.raises(dr.errors.ConfigurationError, match="name is made of letters"):
         dr.init_master_worker(session=name)
 
 
@@ -159,7 +160,7 @@ def test_a_live_session_is_not_taken_over_without_force(daemon: ListeningWorker)
 for arguments in ({{"resume": True}}, {{}}):
     try:
         dr.init_master_worker(session="mine", workers=["{daemon.address}"], **arguments)
-    except dr.ConnectionFailed as error:
+    except dr.errors.ConnectionFailed as error:
         print(error)
 """
     said = master(attempt).splitlines()
@@ -171,22 +172,22 @@ for arguments in ({{"resume": True}}, {{}}):
         f"dr.init_master_worker(session='mine', workers=['{daemon.address}'], resume=True, "
         "force=True)\ndr.detach()"
     )
-    with pytest.raises(dr.NodeFailed, match="taken over"):
+    with pytest.raises(dr.errors.NodeFailed, match="taken over"):
         until(lambda: x.sum().item() != 3)
     assert dr.nodes()[0].state == "left"
     for question in (dr.names, lambda: dr.unpublish("y"), lambda: dr.lookup("y")):
-        with pytest.raises(dr.NodeFailed, match="taken over"):
+        with pytest.raises(dr.errors.NodeFailed, match="taken over"):
             question()
 
 
 def test_a_daemon_lists_the_sessions_it_has(daemon: ListeningWorker) -> None:
     master(f"dr.init_master_worker(session='first', workers=['{daemon.address}'])")
     with pytest.raises(
-        dr.ConnectionFailed, match=r"no session 'second' here; there are 'first' \(without a master\)"
+        dr.errors.ConnectionFailed, match=r"no session 'second' here; there are 'first' \(without a master\)"
     ):
         dr.init_master_worker(session="second", workers=[daemon.address], resume=True)
     with pytest.raises(
-        dr.ConnectionFailed, match=r"a session 'first' already, without a master: resume=\"auto\""
+        dr.errors.ConnectionFailed, match=r"a session 'first' already, without a master: resume=\"auto\""
     ):
         dr.init_master_worker(session="first", workers=[daemon.address])
     dr.init_master_worker(session="first", workers=[daemon.address], force=True)
@@ -231,7 +232,7 @@ def test_a_master_that_dies_without_a_name_leaves_nothing_behind(daemon: Listeni
 def test_a_session_is_kept_for_as_long_as_was_said(daemon: ListeningWorker) -> None:
     master(f"dr.init_master_worker(session='brief', keep=0.3, workers=['{daemon.address}'])")
     until(lambda: "its master was away for" in daemon.text())
-    with pytest.raises(dr.ConnectionFailed, match="no session 'brief' here"):
+    with pytest.raises(dr.errors.ConnectionFailed, match="no session 'brief' here"):
         dr.init_master_worker(session="brief", workers=[daemon.address], resume=True)
     registry.delete("brief")
 

@@ -18,7 +18,7 @@ KINDS = ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"
 @pytest.mark.slow(reason="starts three workers, 5 s")
 def test_each_collective_of_a_group_of_three(fresh_session: Any) -> None:
     fresh_session(world_size=3)
-    found = check_collectives(dr.new_group([2, 0, 1]), sizes=(24, 5000), repeat=2)
+    found = check_collectives(dr.distributed.new_group([2, 0, 1]), sizes=(24, 5000), repeat=2)
     assert [one.collective for one in found] == KINDS * 2
     assert {one.nbytes for one in found} == {24, 4992} and all(one.seconds > 0 for one in found)
     shares = {one.collective: one.bus / one.algorithm for one in found}
@@ -31,7 +31,7 @@ def test_a_wrong_value_is_told_with_its_member(fresh_session: Any, monkeypatch: 
     fresh_session(world_size=2)
 
     def lies(xs: list[torch.Tensor], group: object) -> None:
-        dr.all_reduce(xs, group=group)  # type: ignore[arg-type]
+        dr.distributed.all_reduce(xs, group=group)  # type: ignore[arg-type]
         xs[1][3] += 1
 
     monkeypatch.setattr(dr.distributed, "broadcast", lambda xs, group_src, group: lies(xs, group))
@@ -44,17 +44,20 @@ def test_a_wrong_value_is_told_with_its_member(fresh_session: Any, monkeypatch: 
 
 def test_what_cannot_be_tried(fresh_session: Any) -> None:
     fresh_session(world_size=2)
-    with pytest.raises(dr.UsageError, match="a size is 8 bytes at least for 2 members, got 4"):
+    with pytest.raises(dr.errors.UsageError, match="a size is 8 bytes at least for 2 members, got 4"):
         check_collectives(sizes=(4,))
-    with pytest.raises(dr.UsageError, match="this group has one"):
-        check_collectives(dr.new_group([1]))
-    mesh = dr.init_device_mesh("cpu", dr.Layout([("data", 2)]))
+    with pytest.raises(dr.errors.UsageError, match="this group has one"):
+        check_collectives(dr.distributed.new_group([1]))
+    mesh = dr.init_device_mesh("cpu", dr.mesh.Layout([("data", 2)]))
     wrong: Any = mesh.get_group("data")
     with pytest.raises(
-        dr.UsageError, match=r"got MeshGroup. For a line of a mesh, name its members: dr.new_group"
+        dr.errors.UsageError,
+        match=r"got MeshGroup. For a line of a mesh, name its members: dr.distributed.new_group",
     ):
         check_collectives(wrong)
-    assert check_collectives(dr.new_group([mesh.places[k] for k in (0, 1)]), sizes=(64,), repeat=1)
+    assert check_collectives(
+        dr.distributed.new_group([mesh.places[k] for k in (0, 1)]), sizes=(64,), repeat=1
+    )
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ def node(number: int, *devices: tuple[str, str], host: str = "", simulated: bool
 
 
 def home(of: Any, device: str) -> Any:
-    return SimpleNamespace(node=of, worker=of, place=dr.Place(of.index, device))
+    return SimpleNamespace(node=of, worker=of, place=dr.types.Place(of.index, device))
 
 
 class Channels(DataChannels):
@@ -49,7 +49,7 @@ class Channels(DataChannels):
     def capabilities(self, name: str, nodes: Any) -> Any:
         self.asked += 1
         if name not in self.have:
-            raise dr.ConfigurationError(f"torch was built without {name}")
+            raise dr.errors.ConfigurationError(f"torch was built without {name}")
 
 
 TWO = node(0, ("cuda:0", "A"), ("cuda:1", "B")), node(1, ("cuda:0", "C"), ("cuda:1", "D"))
@@ -122,10 +122,10 @@ def test_what_goes_through_the_nodes_memory_takes_the_channel_that_was_named_for
 
 
 def test_a_type_of_device_that_torch_does_not_know_is_refused() -> None:
-    with pytest.raises(dr.ConfigurationError, match=r"types of devices are cpu, cuda, .*xpu"):
+    with pytest.raises(dr.errors.ConfigurationError, match=r"types of devices are cpu, cuda, .*xpu"):
         dr.init_master_worker(data_channel={"gpu": "nccl"})
 
 
 def test_a_channel_takes_no_device_that_is_not_its_own(session: Session) -> None:
-    with pytest.raises(dr.ConfigurationError, match="xccl"):
-        dr.new_group([0, 1], backend="xccl")
+    with pytest.raises(dr.errors.ConfigurationError, match="xccl"):
+        dr.distributed.new_group([0, 1], backend="xccl")

@@ -24,7 +24,7 @@ SHAPE = (6, 2)
 def three() -> Any:
     dr.shutdown()
     with dr.init_master_worker(world_size=3, timeout=STARTING):
-        yield dr.new_group()
+        yield dr.distributed.new_group()
 
 
 def there(value: torch.Tensor, node: int = 0) -> torch.Tensor:
@@ -49,13 +49,13 @@ def reduced(op: str) -> Callable[[Tensors], torch.Tensor]:
 
 
 # By name: how many tensors and where, what runs on workers, and the formula.
-Form = tuple[list[int], Callable[[Tensors, dr.ProcessGroup], Any], Callable[[Tensors], Any]]
+Form = tuple[list[int], Callable[[Tensors, dr.distributed.ProcessGroup], Any], Callable[[Tensors], Any]]
 EACH = [0, 1, 2]
 FORMS: dict[str, Form] = {
     **{
         f"all_reduce {op}": (
             EACH,
-            lambda xs, g, op=op: F.all_reduce(xs, getattr(dr.ReduceOp, op), g),
+            lambda xs, g, op=op: F.all_reduce(xs, getattr(dr.distributed.ReduceOp, op), g),
             lambda xs, op=op: [reduced(op)(xs) for _ in xs],
         )
         for op in ("SUM", "PRODUCT", "MIN", "MAX")
@@ -101,7 +101,10 @@ def weigh(outs: Tensors, used: Sequence[int]) -> torch.Tensor:
 
 
 def both(
-    name: str, group: dr.ProcessGroup, used: Sequence[int] | None = None, xs: Tensors | None = None
+    name: str,
+    group: dr.distributed.ProcessGroup,
+    used: Sequence[int] | None = None,
+    xs: Tensors | None = None,
 ) -> list[tuple[Any, Any]]:
     """The gradients on workers and of the formula."""
     nodes, run, formula = FORMS[name]
@@ -124,17 +127,17 @@ def alike(pairs: list[tuple[Any, Any]]) -> None:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_form_has_the_formulas_gradient(three: dr.ProcessGroup, name: str) -> None:
+def test_a_form_has_the_formulas_gradient(three: dr.distributed.ProcessGroup, name: str) -> None:
     alike(both(name, three))
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_also_where_only_one_member_uses_its_result(three: dr.ProcessGroup, name: str) -> None:
+def test_also_where_only_one_member_uses_its_result(three: dr.distributed.ProcessGroup, name: str) -> None:
     alike(both(name, three, used=[0]))
 
 
 @pytest.mark.parametrize("name", fewer(FORMS, 3, "another collective, 1 s"))
-def test_torchs_numerical_check(three: dr.ProcessGroup, name: str) -> None:
+def test_torchs_numerical_check(three: dr.distributed.ProcessGroup, name: str) -> None:
     nodes, run, _ = FORMS[name]
     leaves = [there(numbers(k), node) for k, node in enumerate(nodes)]
 
@@ -153,7 +156,7 @@ def test_torchs_numerical_check(three: dr.ProcessGroup, name: str) -> None:
     "name",
     ["all_reduce SUM", "all_reduce PRODUCT", "all_reduce MAX", "all_gather", "reduce", "all_to_all_single"],
 )
-def test_double_backward(three: dr.ProcessGroup, name: str) -> None:
+def test_double_backward(three: dr.distributed.ProcessGroup, name: str) -> None:
     nodes, run, formula = FORMS[name]
     here = [numbers(k) for k, _ in enumerate(nodes)]
     leaves = [there(x, node) for x, node in zip(here, nodes)]
@@ -166,7 +169,7 @@ def test_double_backward(three: dr.ProcessGroup, name: str) -> None:
         torch.testing.assert_close(leaf.grad.cpu(), x.grad)
 
 
-def test_a_product_with_zeros_and_a_tie_of_extremes(three: dr.ProcessGroup) -> None:
+def test_a_product_with_zeros_and_a_tie_of_extremes(three: dr.distributed.ProcessGroup) -> None:
     values = [
         torch.tensor([0.0, 2.0, 3.0, 0.0]),
         torch.tensor([5.0, 0.0, 3.0, 0.0]),
@@ -178,7 +181,7 @@ def test_a_product_with_zeros_and_a_tie_of_extremes(three: dr.ProcessGroup) -> N
             torch.testing.assert_close(got, wanted)
 
 
-def test_strided_and_complex_inputs(three: dr.ProcessGroup) -> None:
+def test_strided_and_complex_inputs(three: dr.distributed.ProcessGroup) -> None:
     here = [numbers(k, dtype=torch.complex128) for k in EACH]
     leaves = [there(x, k) for k, x in enumerate(here)]
     outs = F.all_reduce([x.t().conj() for x in leaves], group=three)
@@ -193,46 +196,46 @@ def test_strided_and_complex_inputs(three: dr.ProcessGroup) -> None:
 # Forms that write
 
 
-def test_a_leaf_is_not_written_as_in_torch(three: dr.ProcessGroup) -> None:
+def test_a_leaf_is_not_written_as_in_torch(three: dr.distributed.ProcessGroup) -> None:
     leaves = [there(numbers(k), k) for k in EACH]
     with pytest.raises(
         RuntimeError, match="a leaf Variable that requires grad is being used in an in-place operation"
     ):
-        dr.all_reduce(leaves, group=three)
+        dr.distributed.all_reduce(leaves, group=three)
     with torch.no_grad():
-        dr.all_reduce(leaves, group=three)
+        dr.distributed.all_reduce(leaves, group=three)
     torch.testing.assert_close(leaves[0].detach().cpu(), sum(numbers(k).detach() for k in EACH))
 
 
-def test_forms_that_write_are_differentiated(three: dr.ProcessGroup) -> None:
+def test_forms_that_write_are_differentiated(three: dr.distributed.ProcessGroup) -> None:
     here = [numbers(k) for k in EACH]
     leaves = [there(x, k) for k, x in enumerate(here)]
     squares = [x * x for x in leaves]
-    dr.all_reduce(squares, group=three)
+    dr.distributed.all_reduce(squares, group=three)
     expected = sum(x * x for x in here)
     wide = [there(torch.zeros(18, 2, dtype=torch.float64), k) for k in EACH]
-    dr.all_gather_into_tensor(wide, squares, three)
+    dr.distributed.all_gather_into_tensor(wide, squares, three)
     parts = [there(torch.zeros(SHAPE, dtype=torch.float64), k) for k in EACH]
-    dr.scatter(parts, list(wide[0].chunk(3)), 0, three)
-    dr.broadcast(parts, 2, three)
-    dr.reduce(parts, 0, group=three)
+    dr.distributed.scatter(parts, list(wide[0].chunk(3)), 0, three)
+    dr.distributed.broadcast(parts, 2, three)
+    dr.distributed.reduce(parts, 0, group=three)
     (parts[0] ** 2).sum().backward()
     ((3 * expected) ** 2).sum().backward()
     for leaf, x in zip(leaves, here):
         torch.testing.assert_close(leaf.grad.cpu(), x.grad)
 
 
-def test_what_was_saved_and_then_written_is_noticed(three: dr.ProcessGroup) -> None:
+def test_what_was_saved_and_then_written_is_noticed(three: dr.distributed.ProcessGroup) -> None:
     leaves = [there(numbers(k), k) for k in EACH]
     tripled = [x * 3 for x in leaves]
     saved = tripled[0] ** 2
     with torch.no_grad():
-        dr.all_reduce(tripled, group=three)
+        dr.distributed.all_reduce(tripled, group=three)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.sum().backward()
 
 
-def test_no_grad_and_detached_record_nothing(three: dr.ProcessGroup) -> None:
+def test_no_grad_and_detached_record_nothing(three: dr.distributed.ProcessGroup) -> None:
     leaves = [there(numbers(k), k) for k in EACH]
     with torch.no_grad():
         assert not any(t.requires_grad for t in F.all_reduce(leaves, group=three))
@@ -244,18 +247,18 @@ def test_no_grad_and_detached_record_nothing(three: dr.ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize("op", ["PRODUCT", "MIN", "MAX"])
-def test_what_has_no_gradient_says_so(three: dr.ProcessGroup, op: str) -> None:
+def test_what_has_no_gradient_says_so(three: dr.distributed.ProcessGroup, op: str) -> None:
     leaves = [there(numbers(k), k) for k in EACH]
-    out = F.reduce(leaves, 0, getattr(dr.ReduceOp, op), three)
+    out = F.reduce(leaves, 0, getattr(dr.distributed.ReduceOp, op), three)
     with pytest.raises(NotImplementedError, match=f"gradient of reduce by ReduceOp.{op} is not defined"):
         out.sum().backward()
 
 
-def test_asynchronous_forms_are_differentiated_too(three: dr.ProcessGroup) -> None:
+def test_asynchronous_forms_are_differentiated_too(three: dr.distributed.ProcessGroup) -> None:
     here = [numbers(k) for k in EACH]
     leaves = [there(x, k) for k, x in enumerate(here)]
     values = [x * 2 for x in leaves]
-    work = dr.all_reduce(values, group=three, async_op=True)
+    work = dr.distributed.all_reduce(values, group=three, async_op=True)
     assert work is not None
     work.wait()
     (values[1] ** 2).sum().backward()

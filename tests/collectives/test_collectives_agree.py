@@ -42,7 +42,9 @@ def _transposed(value: Any) -> Any:
     return None if value is None else value.t().contiguous().t()
 
 
-def from_master(case: Case, group: dr.ProcessGroup, flat: bool, async_op: bool) -> list[list[torch.Tensor]]:
+def from_master(
+    case: Case, group: dr.distributed.ProcessGroup, flat: bool, async_op: bool
+) -> list[list[torch.Tensor]]:
     """Run a case; return what each member ends up with, its inputs included."""
     n, nodes, root = group.size(), group.nodes, case.root
     given = [_there(inputs(case, k, n), nodes[k]) for k in range(n)]
@@ -50,34 +52,34 @@ def from_master(case: Case, group: dr.ProcessGroup, flat: bool, async_op: bool) 
     if not flat:
         given, into = _transposed(given), _transposed(into)
     options: dict[str, Any] = {"group": group, "async_op": async_op}
-    op = getattr(dr.ReduceOp, case.op) if case.op else None
+    op = getattr(dr.distributed.ReduceOp, case.op) if case.op else None
     match case.name:
         case "all_reduce":
-            work = dr.all_reduce(given, op, **options)
+            work = dr.distributed.all_reduce(given, op, **options)
         case "reduce":
-            work = dr.reduce(given, nodes[root], op, **options)
+            work = dr.distributed.reduce(given, nodes[root], op, **options)
         case "broadcast":
-            work = dr.broadcast(given, nodes[root], **options)
+            work = dr.distributed.broadcast(given, nodes[root], **options)
         case "reduce_scatter":
-            work = dr.reduce_scatter(into, given, op, **options)
+            work = dr.distributed.reduce_scatter(into, given, op, **options)
         case "reduce_scatter_tensor":
-            work = dr.reduce_scatter_tensor(into, given, op, **options)
+            work = dr.distributed.reduce_scatter_tensor(into, given, op, **options)
         case "all_gather":
-            work = dr.all_gather(into, given, **options)
+            work = dr.distributed.all_gather(into, given, **options)
         case "all_gather_into_tensor":
-            work = dr.all_gather_into_tensor(into, given, **options)
+            work = dr.distributed.all_gather_into_tensor(into, given, **options)
         case "gather":
-            work = dr.gather(given, into[root], group_dst=root, **options)
+            work = dr.distributed.gather(given, into[root], group_dst=root, **options)
         case "scatter":
-            work = dr.scatter(into, given[root], group_src=root, **options)
+            work = dr.distributed.scatter(into, given[root], group_src=root, **options)
         case "all_to_all":
-            work = dr.all_to_all(into, given, **options)
+            work = dr.distributed.all_to_all(into, given, **options)
         case "all_to_all_single":
-            work = dr.all_to_all_single(into, given, **options)
+            work = dr.distributed.all_to_all_single(into, given, **options)
         case "all_to_all_uneven":
-            work = dr.all_to_all_single(into, given, None, group_calls.splits(n), **options)
+            work = dr.distributed.all_to_all_single(into, given, None, group_calls.splits(n), **options)
         case "barrier":
-            work = dr.barrier(**options)
+            work = dr.distributed.barrier(**options)
     assert (work is not None) == async_op
     if work is not None:
         work.wait()
@@ -86,11 +88,11 @@ def from_master(case: Case, group: dr.ProcessGroup, flat: bool, async_op: bool) 
 
 def disagreements(size: int, plain: Results, flat: bool, async_op: bool) -> list[str]:
     """Run every case of a size; return those that differ from plain torch.distributed, and what differs."""
-    groups: dict[tuple[int, ...], dr.ProcessGroup] = {}
+    groups: dict[tuple[int, ...], dr.distributed.ProcessGroup] = {}
     issued = []
     for case in cases(size):
         if case.ranks not in groups:
-            groups[case.ranks] = dr.new_group(members(case, size))
+            groups[case.ranks] = dr.distributed.new_group(members(case, size))
         issued.append((case, from_master(case, groups[case.ranks], flat, async_op)))
     found = dr.fetch([results for _, results in issued])
     wrong = [

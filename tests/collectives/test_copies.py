@@ -66,11 +66,11 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_every_dtype_crosses_as_it_is(session: object, dtype: torch.dtype) -> None:
     x = local(dtype)
     moved = there(x).to(node=1)
-    assert moved.place == dr.Place(1, "cpu") and moved.dtype == dtype
+    assert moved.place == dr.types.Place(1, "cpu") and moved.dtype == dtype
     assert same_bits(moved.cpu(), x)
-    dr.send(moved, 0)
+    dr.distributed.send(moved, 0)
     into = there(torch.zeros(4, 6).to(dtype))
-    assert dr.recv(into, 1) == 1
+    assert dr.distributed.recv(into, 1) == 1
     assert same_bits(into.cpu(), x)
 
 
@@ -83,8 +83,8 @@ def test_every_layout_crosses_with_the_strides_that_torch_gives(session: object,
     )  # strides of nothing float
     assert equal(moved.cpu(), here.resolve_conj().resolve_neg())
     into = there(torch.zeros_like(here).contiguous(), 1)
-    dr.send(remote, 1)
-    dr.recv(into)
+    dr.distributed.send(remote, 1)
+    dr.distributed.recv(into)
     assert equal(into.cpu(), here.resolve_conj().resolve_neg())
 
 
@@ -95,8 +95,8 @@ def test_a_receive_writes_into_a_view_and_nothing_beside_it(session: object, lay
     expected, remote = local(), there(local(), 1)
     value = torch.full_like(LAYOUTS[layout](expected), 9.0)
     LAYOUTS[layout](expected).copy_(value)
-    dr.send(there(value), 1)
-    dr.recv(LAYOUTS[layout](remote), 0)
+    dr.distributed.send(there(value), 1)
+    dr.distributed.recv(LAYOUTS[layout](remote), 0)
     assert equal(remote.cpu(), expected)
 
 
@@ -104,28 +104,28 @@ def test_what_is_sent_is_what_it_was(session: object) -> None:
     x, into = there(torch.ones(1000)), there(torch.zeros(1000), 1)
     for k in range(20):
         x.fill_(float(k))
-        dr.send(x, 1, tag=k)
+        dr.distributed.send(x, 1, tag=k)
     x.fill_(-1.0)
     for k in reversed(range(20)):
-        dr.recv(into, 0, tag=k)
+        dr.distributed.recv(into, 0, tag=k)
         assert into.unique().tolist() == [k]
 
 
 def test_sends_of_one_pair_and_tag_come_in_order_and_any_source_is_the_oldest(session: object) -> None:
     into = there(torch.zeros(()))
     for k in range(3):
-        dr.send(there(torch.tensor(float(k)), 1), 0)
-    assert [(dr.recv(into), into.item()) for _ in range(3)] == [(1, 0.0), (1, 1.0), (1, 2.0)]
+        dr.distributed.send(there(torch.tensor(float(k)), 1), 0)
+    assert [(dr.distributed.recv(into), into.item()) for _ in range(3)] == [(1, 0.0), (1, 1.0), (1, 2.0)]
 
 
 def test_a_receive_may_be_posted_first(session: object) -> None:
     into = there(torch.zeros(3), 1)
-    work = dr.irecv(into, 0)
+    work = dr.distributed.irecv(into, 0)
     assert not work.is_completed() and work.source_rank() == -1 and "not begun" in repr(work)
     future = work.get_future()
-    with pytest.raises(dr.UsageError, match="none has been issued"):
+    with pytest.raises(dr.errors.UsageError, match="none has been issued"):
         work.wait()
-    sent = dr.isend(there(torch.arange(3.0)), 1)
+    sent = dr.distributed.isend(there(torch.arange(3.0)), 1)
     assert work.wait() and sent.wait()
     assert into.tolist() == [0, 1, 2] and work.source_rank() == 0
     until(work.is_completed)
@@ -136,58 +136,62 @@ def test_a_receive_may_be_posted_first(session: object) -> None:
 
 def test_a_receive_that_would_wait_for_ever_says_so(session: object) -> None:
     into = there(torch.zeros(3), 1)
-    dr.send(there(torch.ones(3)), 1, tag=4)
+    dr.distributed.send(there(torch.ones(3)), 1, tag=4)
     with pytest.raises(
-        dr.UsageError, match=r"nothing has been sent to node 1 cpu from node 0 with tag 5.*irecv"
+        dr.errors.UsageError, match=r"nothing has been sent to node 1 cpu from node 0 with tag 5.*irecv"
     ):
-        dr.recv(into, 0, tag=5)
-    dr.recv(into, 0, tag=4)
+        dr.distributed.recv(into, 0, tag=5)
+    dr.distributed.recv(into, 0, tag=4)
     assert into.tolist() == [1, 1, 1]
 
 
 def test_unequal_ends_are_refused_and_cost_nothing(session: object) -> None:
     line = sys._getframe().f_lineno + 1
-    dr.send(there(torch.ones(3)), 1)
+    dr.distributed.send(there(torch.ones(3)), 1)
     for into in (there(torch.zeros(4), 1), there(torch.zeros(3, dtype=torch.float64), 1)):
-        with pytest.raises(dr.UsageError, match="one shape and dtype") as caught:
-            dr.recv(into)
+        with pytest.raises(dr.errors.UsageError, match="one shape and dtype") as caught:
+            dr.distributed.recv(into)
         assert f"{os.path.basename(__file__)}:{line}" in str(caught.value)
     into = there(torch.zeros(3), 1)
-    dr.recv(into)
+    dr.distributed.recv(into)
     assert into.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
     "wrong, error, text",
     [
-        (lambda x, g: dr.send(x, 0), dr.UsageError, "does not send to itself"),
-        (lambda x, g: dr.recv(x, x.place), dr.UsageError, "does not send to itself"),
-        (lambda x, g: dr.send(x, 7), dr.PlacementError, "no node 7"),
-        (lambda x, g: dr.send(x), dr.UsageError, "where to"),
-        (lambda x, g: dr.send(x, group_dst=1), dr.UsageError, "none was given"),
-        (lambda x, g: dr.send(x, "one"), dr.UsageError, "node number or a place"),
-        (lambda x, g: dr.send(x, 1, tag="a"), dr.UsageError, "tag must be"),
-        (lambda x, g: dr.send(x, group=g, group_dst=5), dr.UsageError, "rank of the group"),
-        (lambda x, g: dr.send(torch.ones(1), 1), dr.PlacementError, "local tensor"),
-        (lambda x, g: dr.send(3, 1), dr.UsageError, "remote tensor"),
+        (lambda x, g: dr.distributed.send(x, 0), dr.errors.UsageError, "does not send to itself"),
+        (lambda x, g: dr.distributed.recv(x, x.place), dr.errors.UsageError, "does not send to itself"),
+        (lambda x, g: dr.distributed.send(x, 7), dr.errors.PlacementError, "no node 7"),
+        (lambda x, g: dr.distributed.send(x), dr.errors.UsageError, "where to"),
+        (lambda x, g: dr.distributed.send(x, group_dst=1), dr.errors.UsageError, "none was given"),
+        (lambda x, g: dr.distributed.send(x, "one"), dr.errors.UsageError, "node number or a place"),
+        (lambda x, g: dr.distributed.send(x, 1, tag="a"), dr.errors.UsageError, "tag must be"),
+        (
+            lambda x, g: dr.distributed.send(x, group=g, group_dst=5),
+            dr.errors.UsageError,
+            "rank of the group",
+        ),
+        (lambda x, g: dr.distributed.send(torch.ones(1), 1), dr.errors.PlacementError, "local tensor"),
+        (lambda x, g: dr.distributed.send(3, 1), dr.errors.UsageError, "remote tensor"),
     ],
 )
 def test_what_cannot_be_sent(session: object, wrong: Any, error: type[Exception], text: str) -> None:
-    group = dr.new_group([0, 1])
+    group = dr.distributed.new_group([0, 1])
     with pytest.raises(error, match=text):
         wrong(there(torch.ones(1)), group)
     group.close()
 
 
 def test_ranks_of_a_group_are_its_own_and_its_mail_too(session: object) -> None:
-    group = dr.new_group([1, 0])
+    group = dr.distributed.new_group([1, 0])
     a, into = there(torch.ones(2), 1), there(torch.zeros(2))
-    dr.send(a, group=group, group_dst=1)
-    with pytest.raises(dr.UsageError, match="nothing has been sent"):
-        dr.recv(into, 1)
-    assert dr.recv(into, group=group, group_src=0) == 1
-    work = dr.irecv(there(torch.zeros(2)), group=group)
-    dr.send(a, 0, group=group)
+    dr.distributed.send(a, group=group, group_dst=1)
+    with pytest.raises(dr.errors.UsageError, match="nothing has been sent"):
+        dr.distributed.recv(into, 1)
+    assert dr.distributed.recv(into, group=group, group_src=0) == 1
+    work = dr.distributed.irecv(there(torch.zeros(2)), group=group)
+    dr.distributed.send(a, 0, group=group)
     assert work.source_rank() == 0 and into.tolist() == [1, 1]
     group.close()
 
@@ -197,7 +201,7 @@ def test_a_parameter_a_module_and_a_buffer_move(session: object) -> None:
     module = torch.nn.BatchNorm1d(4)
     module.load_state_dict(local_module.state_dict())
     module.to(there(torch.zeros(1), 1).device)
-    assert {t.place for t in (*module.parameters(), *module.buffers())} == {dr.Place(1, "cpu")}
+    assert {t.place for t in (*module.parameters(), *module.buffers())} == {dr.types.Place(1, "cpu")}
     x = torch.randn(6, 4)
     torch.testing.assert_close(module(there(x, 1)).cpu(), local_module(x))
     moved = torch.nn.Parameter(there(torch.ones(3))).to(node=1)
@@ -221,25 +225,25 @@ def test_gradients_travel_back(session: object) -> None:
     x = local().double()
     leaf = there(x).requires_grad_()
     into = there(torch.zeros(6, 4, dtype=torch.float64), 1)
-    dr.send((leaf * 3).t(), 1)
-    dr.recv(into, 0)
+    dr.distributed.send((leaf * 3).t(), 1)
+    dr.distributed.recv(into, 0)
     back = (into * into).to(node=0)
     (back.sum() + (leaf.to(node=1) ** 3).sum().to(node=0)).backward()
     assert leaf.grad is not None and leaf.grad.place.node == 0
     torch.testing.assert_close(leaf.grad.cpu(), 18 * x + 3 * x**2)
     with torch.no_grad():
         quiet = there(torch.zeros(4, 6, dtype=torch.float64), 1)
-        dr.send(leaf, 1)
-        dr.recv(quiet)
+        dr.distributed.send(leaf, 1)
+        dr.distributed.recv(quiet)
     assert not quiet.requires_grad
 
 
 def test_a_leaf_that_requires_grad_is_not_written_and_the_message_stays(session: object) -> None:
-    dr.send(there(torch.ones(3)), 1)
+    dr.distributed.send(there(torch.ones(3)), 1)
     with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
-        dr.recv(there(torch.zeros(3), 1).requires_grad_())
+        dr.distributed.recv(there(torch.zeros(3), 1).requires_grad_())
     into = there(torch.zeros(3), 1)
-    dr.recv(into)
+    dr.distributed.recv(into)
     assert into.sum().item() == 3
 
 
@@ -248,8 +252,8 @@ def test_poison_crosses_with_its_first_cause_and_line(session: object) -> None:
     line = sys._getframe().f_lineno + 1
     poisoned = x[there(torch.tensor([9]))]
     into = there(torch.zeros(1), 1)
-    dr.send(poisoned, 1)
-    dr.recv(into)
+    dr.distributed.send(poisoned, 1)
+    dr.distributed.recv(into)
     for broken in (poisoned.to(node=1), into, into.to(node=0) + 1):
         with pytest.raises(IndexError, match="out of bounds") as caught:
             broken.cpu()
@@ -288,8 +292,8 @@ def test_the_bytes_do_not_pass_the_master(session: object) -> None:
     dr.synchronize()
     before = channel.sent_bytes, channel.received_bytes
     y = x.to(node=1)
-    dr.send(x, 1)
-    dr.recv(into)
+    dr.distributed.send(x, 1)
+    dr.distributed.recv(into)
     assert (y.sum() + into.sum()).item() == 0
     sent, received = channel.sent_bytes - before[0], channel.received_bytes - before[1]
     assert 0 < sent < 50_000 and 0 < received < 50_000
@@ -311,7 +315,7 @@ def test_a_copy_that_does_not_fit_leaves_copies_usable(session: object) -> None:
     huge = there(torch.ones(1)).expand(1 << 46)
     first = there(torch.ones(2)).to(node=1)
     moved = huge.to(node=1)
-    with pytest.raises((RuntimeError, dr.NodeFailed), match="allocate memory"):
+    with pytest.raises((RuntimeError, dr.errors.NodeFailed), match="allocate memory"):
         moved[0].item()
     with pytest.raises(dr.DistruntimeError, match="allocate memory"):
         dr.synchronize()
@@ -323,12 +327,17 @@ def test_a_copy_that_does_not_fit_leaves_copies_usable(session: object) -> None:
 def test_several_devices_of_one_node(fresh_session: Any) -> None:
     fresh_session(world_size=2, simulate_cuda=2)
     x = torch.arange(6.0, device=REMOTE)
-    assert x.place == dr.Place(0, "cuda:0")
-    for place in (dr.Place(0, "cuda:1"), dr.Place(0, "cpu"), dr.Place(1, "cuda:1"), dr.Place(1, "cpu")):
+    assert x.place == dr.types.Place(0, "cuda:0")
+    for place in (
+        dr.types.Place(0, "cuda:1"),
+        dr.types.Place(0, "cpu"),
+        dr.types.Place(1, "cuda:1"),
+        dr.types.Place(1, "cpu"),
+    ):
         into = torch.zeros(6, device=REMOTE).to(place)
-        dr.send(x, place)
-        assert dr.recv(into) == 0
+        dr.distributed.send(x, place)
+        assert dr.distributed.recv(into) == 0
         assert into.place == place and into.tolist() == x.tolist()
-        dr.send(into, x.place)
+        dr.distributed.send(into, x.place)
         back = torch.zeros_like(x)
-        assert dr.recv(back, place) == place.node and back.tolist() == x.tolist()
+        assert dr.distributed.recv(back, place) == place.node and back.tolist() == x.tolist()

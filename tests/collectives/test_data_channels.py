@@ -94,19 +94,19 @@ def test_mpi_passes_the_suite(no_session: None, tmp_path: Path) -> None:
             )
         try:
             with dr.init_master_worker(listen=f"ipc://{folder}/master", world_size=3, data_channel="mpi"):
-                check_page("mpi", dr.new_group([0, 1, 2]).capabilities)
+                check_page("mpi", dr.distributed.new_group([0, 1, 2]).capabilities)
                 check_data_channel("mpi")
-        except dr.ConnectionFailed:
+        except dr.errors.ConnectionFailed:
             raise AssertionError((tmp_path / "log").read_text(encoding="utf-8")) from None
         finally:
             run.terminate()
             run.wait(30)
 
 
-class Liar(dr.DataChannel):
+class Liar(dr.distributed.DataChannel):
     """Says that it sends, and does not."""
 
-    capabilities = dr.Capabilities(frozenset({"send"}))
+    capabilities = dr.distributed.Capabilities(frozenset({"send"}))
 
     def send(self, data: torch.Tensor, to: int, tag: int) -> None:
         """Forget it."""
@@ -122,18 +122,20 @@ class Liar(dr.DataChannel):
 
 
 def test_the_suite_finds_a_channel_out(fresh_session: Fresh) -> None:
-    dr.register_data_channel("Liar", Liar)
+    dr.distributed.register_data_channel("Liar", Liar)
     with fresh_session(data_channel="Liar"):
         with pytest.raises(
             AssertionError,
             match=r"data channel 'Liar', 2 members, copy from rank 0 to 1 of \(5, 3\) .*is wrong",
         ):
             check_data_channel("Liar", sizes=(2,))
-        with pytest.raises(dr.UsageError, match="groups of 3 members are tried, and the session has 2 nodes"):
+        with pytest.raises(
+            dr.errors.UsageError, match="groups of 3 members are tried, and the session has 2 nodes"
+        ):
             check_data_channel("Liar", sizes=(3,))
-        with pytest.raises(dr.UsageError, match="another data channel"):
+        with pytest.raises(dr.errors.UsageError, match="another data channel"):
             check_data_channel("gloo", sizes=(2,))
-        with pytest.raises(dr.UsageError, match="at least 2 each"):
+        with pytest.raises(dr.errors.UsageError, match="at least 2 each"):
             check_data_channel("gloo", sizes=(1,))
 
 
@@ -142,11 +144,11 @@ class Recorded(Liar):
 
     capabilities = Gloo.capabilities
 
-    def __init__(self, membership: dr.Membership) -> None:
+    def __init__(self, membership: dr.distributed.Membership) -> None:
         super().__init__(membership)
         self._gloo = Gloo(membership)
 
-    def all_reduce(self, data: torch.Tensor, op: dr.Reduction) -> None:
+    def all_reduce(self, data: torch.Tensor, op: dr.distributed.Reduction) -> None:
         self._gloo.all_reduce(data, op)
         recorded = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())  # type: ignore[attr-defined]
         data.fill_(len(recorded.get("entries", [])))
@@ -160,7 +162,7 @@ def test_torchs_flight_recorder_is_off_unless_it_is_asked_for(
     fresh_session: Fresh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In torch 2.11 it ends a process in which groups run their first operations side by side."""
-    dr.register_data_channel("Recorded", Recorded)
+    dr.distributed.register_data_channel("Recorded", Recorded)
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
     monkeypatch.delenv("TORCH_NCCL_TRACE_BUFFER_SIZE", raising=False)
     for size, wanted in (("", [0.0]), ("1", [1.0])):
@@ -195,9 +197,10 @@ def test_a_users_channel_in_an_installed_package_is_found(
         x = torch.arange(3.0, device="remote")  # the example itself passes the suite
         assert x.to(node=1).tolist() == [0.0, 1.0, 2.0]
         with pytest.raises(
-            dr.ConfigurationError, match=r"node 0 .*'nonsense' must be a subclass of distruntime.DataChannel"
+            dr.errors.ConfigurationError,
+            match=r"node 0 .*'nonsense' must be a subclass of distruntime.distributed.DataChannel",
         ):
-            dr.new_group([0, 1], backend="nonsense")
+            dr.distributed.new_group([0, 1], backend="nonsense")
 
 
 class Bare(Liar):
@@ -205,7 +208,7 @@ class Bare(Liar):
 
 
 class Odd(Liar):
-    capabilities = dr.Capabilities(frozenset({"send", "teleport"}))
+    capabilities = dr.distributed.Capabilities(frozenset({"send", "teleport"}))
 
 
 @pytest.mark.parametrize(
@@ -215,34 +218,34 @@ class Odd(Liar):
         ("two words", Liar, "an identifier"),
         # Only names that distruntime itself gives need not be identifiers.
         ("tcp+tls", Liar, "an identifier"),
-        ("mine", dict, "must be a subclass of distruntime.DataChannel, got <class 'dict'>"),
+        ("mine", dict, "must be a subclass of distruntime.distributed.DataChannel, got <class 'dict'>"),
         ("mine", lambda membership: None, "must be a subclass"),
-        ("mine", Bare, r"Bare.capabilities must be distruntime.Capabilities\(...\)"),
+        ("mine", Bare, r"Bare.capabilities must be distruntime.distributed.Capabilities\(...\)"),
         ("mine", Odd, "Odd declares unknown operations: teleport"),
     ],
 )
 def test_what_is_no_data_channel_is_not_registered(name: str, factory: Any, text: str) -> None:
-    with pytest.raises(dr.ConfigurationError, match=text):
-        dr.register_data_channel(name, factory)
+    with pytest.raises(dr.errors.ConfigurationError, match=text):
+        dr.distributed.register_data_channel(name, factory)
 
 
 def test_a_channel_that_a_worker_does_not_have(session: Session) -> None:
     with pytest.raises(
-        dr.ConfigurationError,
+        dr.errors.ConfigurationError,
         match=r"node 0 .*no data channel 'pigeon' on this worker: it has gloo, tcp, tcp\+tls",
     ):
-        dr.new_group([0, 1], backend="pigeon")
+        dr.distributed.new_group([0, 1], backend="pigeon")
     with pytest.raises(
-        dr.ConfigurationError,
+        dr.errors.ConfigurationError,
         match=r"'mpi' is not available on this worker: (mpi4py is not installed|it was not started)",
     ):
-        dr.new_group([0, 1], backend="mpi")
+        dr.distributed.new_group([0, 1], backend="mpi")
     if not torch.cuda.is_available():
         with pytest.raises(
-            dr.ConfigurationError,
+            dr.errors.ConfigurationError,
             match=r"'nccl' is not available on this worker: (no CUDA device|.*without NCCL)",
         ):
-            dr.new_group([0, 1], backend="nccl")
+            dr.distributed.new_group([0, 1], backend="nccl")
 
 
 def test_without_cryptography_the_refusal_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +254,7 @@ def test_without_cryptography_the_refusal_says_what_to_install(monkeypatch: pyte
         importlib.util, "find_spec", lambda name: None if name == "cryptography" else spec(name)
     )
     with pytest.raises(
-        dr.ConfigurationError,
+        dr.errors.ConfigurationError,
         match=r"'tcp\+tls' is not available .*: cryptography .* pip install cryptography",
     ):
         find("tcp+tls")
@@ -270,31 +273,31 @@ def pair(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 
 def test_what_a_channel_lacks_is_refused(session: Session) -> None:
-    group = dr.new_group([0, 1], backend="tcp")
+    group = dr.distributed.new_group([0, 1], backend="tcp")
     with pytest.raises(
-        dr.NotSupportedError, match="'tcp' has no all_reduce, only send: make a group with another"
+        dr.errors.NotSupportedError, match="'tcp' has no all_reduce, only send: make a group with another"
     ):
-        dr.all_reduce(pair(), group=group)
-    with pytest.raises(dr.NotSupportedError, match="'tcp' has no barrier"):
-        dr.barrier(group)
+        dr.distributed.all_reduce(pair(), group=group)
+    with pytest.raises(dr.errors.NotSupportedError, match="'tcp' has no barrier"):
+        dr.distributed.barrier(group)
     group.close()
 
 
 @pytest.mark.parametrize(
     "op, dtype, text",
     [
-        (dr.premul_sum(0.5), torch.float32, "no ReduceOp.PREMUL_SUM, only AVG, BAND"),
-        (dr.ReduceOp.SUM, torch.bool, "by SUM, not bool"),
-        (dr.ReduceOp.SUM, torch.int16, "by SUM, not int16"),
-        (dr.ReduceOp.AVG, torch.int32, "by AVG, not int32"),
-        (dr.ReduceOp.BXOR, torch.float32, "by BXOR, not float32"),
+        (dr.distributed.premul_sum(0.5), torch.float32, "no ReduceOp.PREMUL_SUM, only AVG, BAND"),
+        (dr.distributed.ReduceOp.SUM, torch.bool, "by SUM, not bool"),
+        (dr.distributed.ReduceOp.SUM, torch.int16, "by SUM, not int16"),
+        (dr.distributed.ReduceOp.AVG, torch.int32, "by AVG, not int32"),
+        (dr.distributed.ReduceOp.BXOR, torch.float32, "by BXOR, not float32"),
     ],
 )
 def test_what_gloo_does_not_reduce_is_refused(
     session: Session, op: Any, dtype: torch.dtype, text: str
 ) -> None:
-    with pytest.raises(dr.NotSupportedError, match=text):
-        dr.all_reduce(pair(dtype), op)
+    with pytest.raises(dr.errors.NotSupportedError, match=text):
+        dr.distributed.all_reduce(pair(dtype), op)
 
 
 # Sockets
@@ -309,7 +312,7 @@ linux = pytest.mark.skipif(
 def test_on_one_machine_they_listen_on_loopback_only(session: Session) -> None:
     before = {node.index: listening(node.pid) for node in dr.nodes()}
     for backend in ("tcp", "tcp+tls", "gloo"):
-        group = dr.new_group([0, 1], backend=backend)
+        group = dr.distributed.new_group([0, 1], backend=backend)
         for node in dr.nodes():
             now = listening(node.pid)
             assert {host for host, _ in now} == {"127.0.0.1"}
@@ -364,13 +367,13 @@ def test_a_port_that_is_taken_is_said_at_the_first_group(fresh_session: Fresh, t
         with fresh_session(workers=[worker.address for worker in workers]):
             values = pair()
             with pytest.raises(
-                dr.ConfigurationError,
+                dr.errors.ConfigurationError,
                 match=f"cannot listen at 127.0.0.1:{port} for other workers: Address .* --data-address",
             ):
-                dr.all_reduce(values)
+                dr.distributed.all_reduce(values)
             assert values[0].tolist() == [1.0] * 4
             taken.close()
-            dr.all_reduce(values)
+            dr.distributed.all_reduce(values)
             assert values[0].tolist() == [2.0] * 4
             assert ("127.0.0.1", port) in listening(dr.nodes()[0].pid)
     finally:
@@ -384,7 +387,7 @@ def test_a_port_that_is_taken_is_said_at_the_first_group(fresh_session: Fresh, t
 MARKED = {True: "yes", False: "no"}
 
 
-def check_page(name: str, has: dr.Capabilities) -> None:
+def check_page(name: str, has: dr.distributed.Capabilities) -> None:
     """Fail unless the tables of docs/data_channel.md say what a channel declares."""
     collectives = has.operations - {"send"}
     row = [
@@ -411,6 +414,6 @@ def check_page(name: str, has: dr.Capabilities) -> None:
         ("relay", Relay),
     ],
 )
-def test_the_page_says_what_each_can_do(name: str, channel: type[dr.DataChannel]) -> None:
+def test_the_page_says_what_each_can_do(name: str, channel: type[dr.distributed.DataChannel]) -> None:
     # The page of mpi is checked above, since mpi may not be here.
     check_page(name, channel.capabilities)

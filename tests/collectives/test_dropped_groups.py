@@ -28,7 +28,7 @@ def threads(node: int) -> int:
     return found
 
 
-def at(places: list[dr.Place]) -> list[torch.Tensor]:
+def at(places: list[dr.types.Place]) -> list[torch.Tensor]:
     return [torch.full((2,), float(k + 1), device=REMOTE).to(place) for k, place in enumerate(places)]
 
 
@@ -38,10 +38,10 @@ def test_many_sets_of_places_keep_few_threads(
 ) -> None:
     monkeypatch.setattr(group_module, "_MOST_SETS", 8)
     fresh_session(world_size=2, simulate_cuda=8)
-    everywhere = [dr.Place(node, f"cuda:{k}") for node in range(2) for k in range(8)]
-    draw, seen = random.Random(1), set[tuple[dr.Place, ...]]()
+    everywhere = [dr.types.Place(node, f"cuda:{k}") for node in range(2) for k in range(8)]
+    draw, seen = random.Random(1), set[tuple[dr.types.Place, ...]]()
     warm = at(everywhere)
-    dr.all_reduce([warm[0], warm[8]])
+    dr.distributed.all_reduce([warm[0], warm[8]])
     before = [threads(node) for node in range(2)]
     while len(seen) < 200:
         places = tuple([everywhere[draw.randrange(8)], everywhere[8 + draw.randrange(8)]])
@@ -52,7 +52,7 @@ def test_many_sets_of_places_keep_few_threads(
             continue
         seen.add(places)
         values = at(list(places))
-        dr.all_reduce(values)
+        dr.distributed.all_reduce(values)
         assert [t[1].item() for t in values] == [{2: 3.0, 3: 6.0}[len(places)]] * len(places)
     groups = group_module.groups_of(active_session())
     assert len(groups._by_places) == 8
@@ -61,38 +61,38 @@ def test_many_sets_of_places_keep_few_threads(
     until(lambda: all(threads(node) <= before[node] + most for node in range(2)))
     # A set that has fallen out is opened again.
     first = at([everywhere[0], everywhere[8]])
-    dr.all_reduce(first)
+    dr.distributed.all_reduce(first)
     assert [t[0].item() for t in first] == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("cycle", [False, True])
 def test_a_dropped_group_completes_what_was_issued(session: object, cycle: bool) -> None:
     groups = group_module.groups_of(active_session())
-    group, side = dr.new_group([0, 1]), dr.Stream(0)
+    group, side = dr.distributed.new_group([0, 1]), dr.Stream(0)
     number, values = group.number, [there(torch.full((3,), float(k + 1)), k) for k in range(2)]
     with blocked(side):
         with dr.stream(side):
-            work = dr.all_reduce(values, group=group, async_op=True)
+            work = dr.distributed.all_reduce(values, group=group, async_op=True)
         if cycle:
             group.templates[("itself",)] = group  # type: ignore[assignment]
         del group
         gc.collect()
         assert groups.nodes_in(number) == [0, 1]
-        other = dr.new_group([0, 1])
+        other = dr.distributed.new_group([0, 1])
         assert groups.nodes_in(number) == []
     work.wait()
     assert [t.tolist() for t in values] == [[3.0] * 3] * 2
-    dr.all_reduce(values, group=other)
+    dr.distributed.all_reduce(values, group=other)
     assert [t.tolist() for t in values] == [[6.0] * 3] * 2
     other.close()
 
 
 def test_groups_that_are_dropped_leave_no_threads(session: object) -> None:
-    dr.barrier(dr.new_group([0, 1]))
+    dr.distributed.barrier(dr.distributed.new_group([0, 1]))
     before = [threads(node) for node in range(2)]
     for k in range(40):
         values = [there(torch.full((3,), float(k + node)), node) for node in range(2)]
-        dr.all_reduce(values, group=dr.new_group([0, 1]))
+        dr.distributed.all_reduce(values, group=dr.distributed.new_group([0, 1]))
         assert values[1][0].item() == 2.0 * k + 1
     until(lambda: all(threads(node) <= before[node] + 2 * PER_GROUP + 4 for node in range(2)))
 
@@ -100,9 +100,9 @@ def test_groups_that_are_dropped_leave_no_threads(session: object) -> None:
 def test_a_dropped_group_is_closed_by_the_next_synchronize(session: object) -> None:
     """No group has to be opened for that."""
     groups = group_module.groups_of(active_session())
-    group = dr.new_group([0, 1])
+    group = dr.distributed.new_group([0, 1])
     number, values = group.number, [there(torch.full((3,), float(k + 1)), k) for k in range(2)]
-    dr.all_reduce(values, group=group)
+    dr.distributed.all_reduce(values, group=group)
     del group
     gc.collect()
     assert groups.nodes_in(number) == [0, 1]
@@ -150,11 +150,11 @@ def test_a_group_that_is_held_outlives_its_set(session: object) -> None:
     """A group that somebody holds is not closed when its set falls out."""
     groups = group_module.groups_of(active_session())
     values = [there(torch.ones(2), node) for node in range(2)]
-    dr.all_reduce(values)
+    dr.distributed.all_reduce(values)
     held = groups.of_places((values[0].place, values[1].place))
     groups._by_places.clear()
-    dr.new_group([0, 1]).close()
-    dr.all_reduce(values, group=held)
+    dr.distributed.new_group([0, 1]).close()
+    dr.distributed.all_reduce(values, group=held)
     assert values[0].tolist() == [4.0, 4.0] and not held.closed
 
 

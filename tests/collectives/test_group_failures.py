@@ -46,7 +46,7 @@ def busy(node: int, seconds: int = 2) -> torch.Tensor:
 def broken(tensors: list[torch.Tensor], text: str) -> None:
     """Hold that reading each raises `NodeFailed` with a text like this."""
     for tensor in tensors:
-        with pytest.raises(dr.NodeFailed, match=text):
+        with pytest.raises(dr.errors.NodeFailed, match=text):
             tensor.cpu()
 
 
@@ -56,7 +56,7 @@ def drain() -> None:
         for _ in range(20):
             try:
                 dr.synchronize(node.index)
-            except dr.NodeFailed as error:
+            except dr.errors.NodeFailed as error:
                 if "puts a new worker there" in str(error):
                     break
             except dr.DistruntimeError:
@@ -65,7 +65,7 @@ def drain() -> None:
                 break
 
 
-OPERATIONS: dict[str, Callable[[list[torch.Tensor], dr.ProcessGroup], Any]] = {
+OPERATIONS: dict[str, Callable[[list[torch.Tensor], dr.distributed.ProcessGroup], Any]] = {
     "all_reduce": lambda given, group: dr.functional.all_reduce(given, group=group),
     "all_gather": lambda given, group: dr.functional.all_gather(given, group),
     "reduce_scatter": lambda given, group: dr.functional.reduce_scatter(given, group=group),
@@ -76,36 +76,40 @@ OPERATIONS: dict[str, Callable[[list[torch.Tensor], dr.ProcessGroup], Any]] = {
 
 def test_a_member_that_dies_breaks_its_groups_and_nothing_else(fresh_session: Any) -> None:
     session = fresh_session(world_size=4)
-    group, survivors, others = dr.new_group([0, 1, 2]), dr.new_group([0, 1]), dr.new_group([3, 0])
+    group, survivors, others = (
+        dr.distributed.new_group([0, 1, 2]),
+        dr.distributed.new_group([0, 1]),
+        dr.distributed.new_group([3, 0]),
+    )
     kept = each([0, 1, 2, 3])
     given = each([0, 1, 2], size=6)
     given[2] = given[2] + busy(2, 20)  # so that it dies before its part
     results = {name: run(given, group) for name, run in OPERATIONS.items()}
-    works = dr.all_reduce(each([0, 1, 2]), group=group, async_op=True)
+    works = dr.distributed.all_reduce(each([0, 1, 2]), group=group, async_op=True)
     fine = dr.functional.all_reduce(kept[:2], group=survivors)
     os.kill(session.workers[2].pid, signal.SIGKILL)
     for tensors in results.values():
         broken(tensors[:2], r"node 2 .*exited: killed by signal 9")
         broken(tensors[2:], r"node 2 .*exited: killed by signal 9")
     assert works is not None
-    with pytest.raises(dr.NodeFailed):
+    with pytest.raises(dr.errors.NodeFailed):
         works.synchronize(10)
     with pytest.raises(
-        dr.NodeFailed,
-        match=r"cannot go on: node 2 .* Make a group of the members that are left: dr.new_group\(\[0, 1\]\)",
+        dr.errors.NodeFailed,
+        match=r"cannot go on: node 2 .* Make a group of the members that are left: dr.distributed.new_group\(\[0, 1\]\)",
     ):
-        dr.all_reduce(each([0, 1, 3]), group=group)
-    with pytest.raises(dr.NodeFailed):
-        dr.new_group([0, 1, 2])
+        dr.distributed.all_reduce(each([0, 1, 3]), group=group)
+    with pytest.raises(dr.errors.NodeFailed):
+        dr.distributed.new_group([0, 1, 2])
     # What was not in it lives on, and so do those who were.
     assert [t.tolist() for t in fine] == [[3.0] * 3] * 2
     assert [kept[k].tolist() for k in (0, 1, 3)] == [[1.0] * 3, [2.0] * 3, [4.0] * 3]
-    dr.all_reduce([kept[3], kept[0]], group=others)
-    again = dr.new_group([0, 1, 3])
-    dr.all_reduce([kept[k] for k in (0, 1, 3)], group=again)
+    dr.distributed.all_reduce([kept[3], kept[0]], group=others)
+    again = dr.distributed.new_group([0, 1, 3])
+    dr.distributed.all_reduce([kept[k] for k in (0, 1, 3)], group=again)
     assert [kept[k].tolist() for k in (0, 1, 3)] == [[12.0] * 3] * 3
     assert kept[0].to(node=3).tolist() == [12.0] * 3
-    with pytest.raises(dr.NodeFailed):
+    with pytest.raises(dr.errors.NodeFailed):
         kept[0].to(node=2)
     drain()
 
@@ -119,9 +123,9 @@ def test_whoever_dies_the_others_stop_waiting_for_each_other(
     A group that is closed counts too.
     """
     session = fresh_session(world_size=3)
-    group = dr.new_group([0, 1, 2])
+    group = dr.distributed.new_group([0, 1, 2])
     given = each([0, 1, 2], size=1 << 16)
-    dr.all_reduce(given, group=group)
+    dr.distributed.all_reduce(given, group=group)
     dr.synchronize()
     stop(session.workers[victim].pid)
     results = [dr.functional.all_reduce(given, group=group), dr.functional.all_gather(given, group=group)]
@@ -141,18 +145,18 @@ def test_whoever_dies_the_others_stop_waiting_for_each_other(
 
 def test_a_member_that_dies_while_the_group_is_made(fresh_session: Any) -> None:
     session = fresh_session(world_size=3)
-    dr.barrier(dr.new_group([0, 1]))
+    dr.distributed.barrier(dr.distributed.new_group([0, 1]))
     pid = session.workers[2].pid
     stop(pid)
     killer = threading.Timer(1.0, lambda: os.kill(pid, signal.SIGKILL))
     killer.start()
     try:
-        with pytest.raises(dr.NodeFailed, match=r"node 2 .*exited: killed by signal 9"):
-            dr.new_group([0, 1, 2])
+        with pytest.raises(dr.errors.NodeFailed, match=r"node 2 .*exited: killed by signal 9"):
+            dr.distributed.new_group([0, 1, 2])
     finally:
         killer.join()
     values = each([0, 1])
-    dr.all_reduce(values)
+    dr.distributed.all_reduce(values)
     assert values[0].tolist() == [3.0] * 3
 
 
@@ -172,21 +176,21 @@ def test_a_copy_to_or_from_a_node_that_dies(fresh_session: Any, size: int) -> No
 
 def test_a_member_that_stops_is_late_by_the_groups_timeout(fresh_session: Any) -> None:
     session = fresh_session(world_size=3)
-    group, values = dr.new_group([0, 1], timeout=3.0), each([0, 1])
-    dr.all_reduce(values, group=group)
+    group, values = dr.distributed.new_group([0, 1], timeout=3.0), each([0, 1])
+    dr.distributed.all_reduce(values, group=group)
     assert values[0].tolist() == [3.0] * 3
     with stopped(session.workers[1].pid):
-        dr.all_reduce(values, group=group)
+        dr.distributed.all_reduce(values, group=group)
         broken(values[:1], "(?i)time")
         assert there(torch.ones(2), 2).to(node=0).tolist() == [1, 1]
     broken(values[1:], "(?i)time|broken")
     with pytest.raises(
-        dr.NodeFailed,
-        match=r"cannot go on: node 0 .*Make a group of the members that are left: dr.new_group\(\[0, 1\]\)",
+        dr.errors.NodeFailed,
+        match=r"cannot go on: node 0 .*Make a group of the members that are left: dr.distributed.new_group\(\[0, 1\]\)",
     ):
-        dr.all_reduce(values, group=group)
+        dr.distributed.all_reduce(values, group=group)
     values = each([0, 1])
-    dr.all_reduce(values)  # a group of its own
+    dr.distributed.all_reduce(values)  # a group of its own
     assert values[1].tolist() == [3.0] * 3
     drain()
 
@@ -194,13 +198,13 @@ def test_a_member_that_stops_is_late_by_the_groups_timeout(fresh_session: Any) -
 def test_a_member_that_stops_for_a_while_only_delays(fresh_session: Any) -> None:
     session = fresh_session()
     values = each([0, 1])
-    dr.barrier()
+    dr.distributed.barrier()
     with stopped(session.workers[1].pid):
-        dr.all_reduce(values)
+        dr.distributed.all_reduce(values)
         pause(0.3)
-        work = dr.all_reduce(values, async_op=True)
+        work = dr.distributed.all_reduce(values, async_op=True)
         assert work is not None and values[0].shape == (3,)
-        with pytest.raises(dr.WaitTimeout):
+        with pytest.raises(dr.errors.WaitTimeout):
             work.synchronize(0.2)
     assert [t.tolist() for t in values] == [[6.0] * 3] * 2
 
@@ -209,18 +213,18 @@ def _interrupted() -> None:
     """Child of the next test."""
     with dr.init_master_worker():
         values = each([0, 1])
-        group = dr.new_group([0, 1])
+        group = dr.distributed.new_group([0, 1])
         dr.synchronize()
         with stopped(active_session().workers[1].pid):
             results = dr.functional.all_reduce(values, group=group)
-            for wait in (results[0].cpu, lambda: dr.barrier(group)):
+            for wait in (results[0].cpu, lambda: dr.distributed.barrier(group)):
                 try:
                     print("waiting", flush=True)
                     wait()
                 except KeyboardInterrupt:
                     print("interrupted", flush=True)
         print("then", [t.tolist() for t in results], flush=True)
-        dr.all_reduce(values, group=group)
+        dr.distributed.all_reduce(values, group=group)
         print("after", [t.tolist() for t in values], flush=True)
 
 
@@ -264,7 +268,7 @@ def _leaves(*addresses: str) -> None:
     """Child: a master that goes while a worker waits in a collective for the other."""
     dr.init_master_worker(workers=list(addresses))
     values = each([0, 1])
-    dr.all_reduce(values)
+    dr.distributed.all_reduce(values)
     print("first", values[0].tolist(), flush=True)
     late = values[1] + busy(1, 4)
     dr.functional.all_reduce([values[0], late])
@@ -291,8 +295,8 @@ def test_workers_serve_the_next_master_at_once(daemons: list[tuple[str, int]], h
     for _ in range(2):
         with dr.init_master_worker(workers=addresses, timeout=20.0):
             values = each([0])
-            group = dr.new_group([0])
-            dr.all_reduce(values, group=group)
+            group = dr.distributed.new_group([0])
+            dr.distributed.all_reduce(values, group=group)
             assert values[0].tolist() == [1.0] * 3
             dr.fetch(values)
 
@@ -363,9 +367,9 @@ def test_groups_come_and_go_without_leaving_connections(session: object) -> None
         return sum(name.startswith("socket:") for name in opened(pid))
 
     def once() -> None:
-        group = dr.new_group([0, 1])
+        group = dr.distributed.new_group([0, 1])
         values = each([0, 1])
-        dr.all_reduce(values, group=group)
+        dr.distributed.all_reduce(values, group=group)
         assert values[0].tolist() == [3.0] * 3
         group.close()
         dr.synchronize()

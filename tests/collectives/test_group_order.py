@@ -26,7 +26,7 @@ from processes import STARTING, Child, slots, stop, stopped, until, window_is_fu
 
 def test_threads_with_overlapping_groups_at_once(fresh_session: Any) -> None:
     fresh_session(world_size=3)
-    groups = [dr.new_group(nodes) for nodes in ([0, 1], [1, 2], [2, 0], [0, 1, 2])]
+    groups = [dr.distributed.new_group(nodes) for nodes in ([0, 1], [1, 2], [2, 0], [0, 1, 2])]
     wrong: list[str] = []
 
     def work(number: int) -> None:
@@ -36,9 +36,9 @@ def test_threads_with_overlapping_groups_at_once(fresh_session: Any) -> None:
             values = [there(torch.full((100,), float(k + node)), node) for node in group.nodes]
             if streams:
                 with dr.stream(streams[k % len(streams)]):
-                    dr.all_reduce(values, group=group)
+                    dr.distributed.all_reduce(values, group=group)
             else:
-                dr.all_reduce(values, group=group, async_op=bool(k % 2))
+                dr.distributed.all_reduce(values, group=group, async_op=bool(k % 2))
             expected = float(sum(k + node for node in group.nodes))
             if k % 5 == 0 and [t[7].item() for t in values] != [expected] * len(values):
                 wrong.append(f"thread {number}, round {k}")
@@ -66,7 +66,7 @@ def _collectives_under_interrupts(seed: int) -> None:
 
     with dr.init_master_worker(world_size=3, timeout=STARTING):
         signal.signal(signal.SIGINT, interrupt)
-        group, struck, rounds = dr.new_group(), 0, 0
+        group, struck, rounds = dr.distributed.new_group(), 0, 0
         values = [there(torch.ones(4, dtype=torch.int64), node) for node in range(3)]
 
         def storm() -> None:
@@ -80,11 +80,11 @@ def _collectives_under_interrupts(seed: int) -> None:
                 armed[0] = True
                 while rounds < 120:
                     rounds += 1
-                    dr.all_reduce(values, group=group, async_op=rounds % 3 == 0)
+                    dr.distributed.all_reduce(values, group=group, async_op=rounds % 3 == 0)
                     values[0].to(node=1)
-                    dr.send(values[1], 2, tag=rounds)
-                    dr.recv(values[2].clone(), tag=rounds)
-                    dr.broadcast(values, rounds % 3, group)
+                    dr.distributed.send(values[1], 2, tag=rounds)
+                    dr.distributed.recv(values[2].clone(), tag=rounds)
+                    dr.distributed.broadcast(values, rounds % 3, group)
                     if rounds % 20 == 0:
                         values[rounds % 3].sum().item()
                 armed[0] = False
@@ -94,7 +94,7 @@ def _collectives_under_interrupts(seed: int) -> None:
         over.set()
         thread.join()
         print("struck", struck, flush=True)
-        dr.all_reduce(values, group=group)
+        dr.distributed.all_reduce(values, group=group)
         first, *others = [value.tolist() for value in values]
         print("equal", others == [first, first], flush=True)
         dr.synchronize(timeout=30)
@@ -114,11 +114,13 @@ def test_collectives_between_full_windows(session: object) -> None:
     part still to be sent.
     """
     x, values, full = there(torch.zeros(10), 1), [there(torch.ones(10), node) for node in (0, 1)], 0
-    dr.all_reduce(values)
+    dr.distributed.all_reduce(values)
     dr.synchronize()
     with stopped(dr.nodes()[1].pid):
         thread = threading.Thread(
-            target=lambda: [dr.all_reduce(values) or [x.add_(1) for _ in range(5000)] for _ in range(40)]
+            target=lambda: [
+                dr.distributed.all_reduce(values) or [x.add_(1) for _ in range(5000)] for _ in range(40)
+            ]
         )
         thread.start()
         until(lambda: window_is_full(1))
@@ -134,16 +136,16 @@ def test_collectives_leave_nothing_behind(session: object) -> None:
             values = [there(torch.ones(6), node).requires_grad_() for node in (0, 1)]
             outs = dr.functional.all_reduce(values) + dr.functional.all_gather(values)
             sum(out.sum().to(outs[0].device) for out in outs).backward()
-            work = dr.all_reduce([value.detach() for value in values], async_op=True)
+            work = dr.distributed.all_reduce([value.detach() for value in values], async_op=True)
             assert work is not None
             work.wait()
             work.get_future()
-            dr.send(values[0], 1)
-            dr.recv(there(torch.zeros(6), 1))
-            waiting = dr.irecv(there(torch.zeros(6), 1))
+            dr.distributed.send(values[0], 1)
+            dr.distributed.recv(there(torch.zeros(6), 1))
+            waiting = dr.distributed.irecv(there(torch.zeros(6), 1))
             waiting.get_future()
-            dr.isend(values[0].detach(), 1).wait()
-            dr.barrier()
+            dr.distributed.isend(values[0].detach(), 1).wait()
+            dr.distributed.barrier()
 
     everything()
     # What another test has left in a cycle is not to go between the two looks.
@@ -163,7 +165,7 @@ def _waits_across() -> None:
     """
     dr.init_master_worker()
     session = active_session()
-    dr.all_reduce([there(torch.ones(2), node) for node in (0, 1)])  # they have met
+    dr.distributed.all_reduce([there(torch.ones(2), node) for node in (0, 1)])  # they have met
     with dr.node(0):
         gate = torch.ones(1200, 1200, device=REMOTE)
     with dr.node(1):

@@ -24,13 +24,13 @@ from processes import blocked, slots, stopped, until
 
 
 def test_a_cancelled_collective_waits_for_its_turn(session: object) -> None:
-    group = dr.new_group([0, 1])
+    group = dr.distributed.new_group([0, 1])
     slow, dropped = dr.Stream(0), dr.Stream(0)
     first = [there(torch.ones(2), 0), there(torch.full((2,), 2.0), 1)]
     second = [there(torch.full((2,), 10.0), 0), there(torch.full((2,), 20.0), 1)]
     with blocked(slow):
         with dr.stream(slow):
-            dr.all_reduce(first, group=group)
+            dr.distributed.all_reduce(first, group=group)
         with dr.stream(dropped):
             results = dr.functional.all_reduce(second, group=group)
         dropped.cancel()
@@ -38,7 +38,7 @@ def test_a_cancelled_collective_waits_for_its_turn(session: object) -> None:
         [3.0, 3.0]
     ] * 2  # not of what node 0 puts into the second, before its first
     for result in results:
-        with pytest.raises(dr.StreamCancelled):
+        with pytest.raises(dr.errors.StreamCancelled):
             result.tolist()
     group.close()
 
@@ -47,13 +47,13 @@ def test_a_cancelled_collective_waits_for_its_turn(session: object) -> None:
 def test_a_group_closed_while_another_thread_uses_it(session: object) -> None:
     a, b = there(torch.ones(2), 0), there(torch.ones(2), 1)
     for _ in range(8):
-        group = dr.new_group([0, 1])
+        group = dr.distributed.new_group([0, 1])
         begun, errors = threading.Event(), list[type[Exception]]()
 
         def run(group: Any = group, begun: Any = begun, errors: Any = errors) -> None:
             try:
                 while True:
-                    dr.all_reduce([a, b], group=group)
+                    dr.distributed.all_reduce([a, b], group=group)
                     begun.set()
             except Exception as error:
                 errors.append(type(error))
@@ -63,7 +63,7 @@ def test_a_group_closed_while_another_thread_uses_it(session: object) -> None:
         begun.wait(60)
         group.close()
         thread.join()
-        assert errors == [dr.UsageError]
+        assert errors == [dr.errors.UsageError]
     dr.synchronize()
     assert all(node.failed is None for node in active_session().nodes)
 
@@ -81,8 +81,8 @@ def test_a_broken_group_leaves_no_threads_on_a_worker(session: object) -> None:
         return len(os.listdir(f"/proc/{worker.pid}/task"))
 
     def broken() -> None:
-        group = dr.new_group([0, 1])
-        dr.all_reduce([a, b], group=group)
+        group = dr.distributed.new_group([0, 1])
+        dr.distributed.all_reduce([a, b], group=group)
         dr.synchronize()
         opened.groups.end(group, "for a test")
 
@@ -97,23 +97,23 @@ def test_a_broken_group_leaves_no_threads_on_a_worker(session: object) -> None:
 def test_a_reduction_in_place_of_what_is_pending_negation(session: object) -> None:
     a, b = there(torch.tensor([1 + 2j]), 0).conj().imag, there(torch.tensor([5.0]), 1)
     assert a.is_neg() and a.is_contiguous()
-    dr.all_reduce([a, b], op=dr.ReduceOp.MAX)
+    dr.distributed.all_reduce([a, b], op=dr.distributed.ReduceOp.MAX)
     assert (a.tolist(), b.tolist()) == ([5.0], [5.0])
 
 
 def test_all_to_all_over_its_own_inputs(session: object) -> None:
     tensors = [there(torch.arange(4.0), 0), there(torch.arange(4.0) * 10, 1)]
-    dr.all_to_all_single(tensors, tensors)
+    dr.distributed.all_to_all_single(tensors, tensors)
     assert [t.tolist() for t in tensors] == [[0.0, 1.0, 0.0, 10.0], [2.0, 3.0, 20.0, 30.0]]
 
 
 def test_an_expanded_tensor_is_no_output(session: object) -> None:
-    group = dr.new_group([0, 1])
+    group = dr.distributed.new_group([0, 1])
     row, wide = there(torch.ones(1), 0), there(torch.arange(4.0), 1)
-    with pytest.raises(dr.UsageError, match="single memory location"):
-        dr.all_reduce([row.expand(4), wide], group=group)
+    with pytest.raises(dr.errors.UsageError, match="single memory location"):
+        dr.distributed.all_reduce([row.expand(4), wide], group=group)
     whole = there(torch.ones(4), 0)
-    dr.all_reduce([whole, wide], group=group)  # the group is as good as before
+    dr.distributed.all_reduce([whole, wide], group=group)  # the group is as good as before
     assert whole.tolist() == [1.0, 2.0, 3.0, 4.0]
     group.close()
 
@@ -123,28 +123,28 @@ def test_a_copy_over_an_expanded_tensor_fails_as_at_home(session: object) -> Non
     with pytest.raises(RuntimeError, match="single memory location") as raised:
         row.copy_(wide).tolist()
     assert not isinstance(
-        raised.value, dr.NodeFailed
+        raised.value, dr.errors.NodeFailed
     )  # the channel between the two nodes is as good as before
     assert wide.to(dr.place(0, "cpu")).tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), "5", True])
 def test_a_groups_timeouts_are_numbers_of_seconds(session: object, seconds: Any) -> None:
-    with pytest.raises(dr.UsageError, match="seconds"):
-        dr.new_group([0, 1], timeout=seconds)
-    with pytest.raises(dr.UsageError, match="seconds"):
-        dr.barrier(timeout=seconds)
-    work = dr.all_reduce([there(torch.ones(1), 0), there(torch.ones(1), 1)], async_op=True)
+    with pytest.raises(dr.errors.UsageError, match="seconds"):
+        dr.distributed.new_group([0, 1], timeout=seconds)
+    with pytest.raises(dr.errors.UsageError, match="seconds"):
+        dr.distributed.barrier(timeout=seconds)
+    work = dr.distributed.all_reduce([there(torch.ones(1), 0), there(torch.ones(1), 1)], async_op=True)
     assert work is not None
-    with pytest.raises(dr.UsageError, match="seconds"):
+    with pytest.raises(dr.errors.UsageError, match="seconds"):
         work.synchronize(seconds)
 
 
 @pytest.mark.parametrize("lists", [[], [[]], 3, [3, 4]], ids=str)
 def test_all_to_all_of_what_are_no_lists(session: object, lists: Any) -> None:
-    with pytest.raises(dr.UsageError, match="must be a list"):
-        dr.all_to_all(lists, lists)
-    with pytest.raises(dr.UsageError, match="must be a list"):
+    with pytest.raises(dr.errors.UsageError, match="must be a list"):
+        dr.distributed.all_to_all(lists, lists)
+    with pytest.raises(dr.errors.UsageError, match="must be a list"):
         dr.functional.all_to_all(lists)
 
 
@@ -153,11 +153,11 @@ def poisoned(node: int) -> torch.Tensor:
     return there(torch.ones(3), node).index_select(0, there(torch.tensor([0, 99]), node))
 
 
-def both_hear(group: dr.ProcessGroup) -> None:
+def both_hear(group: dr.distributed.ProcessGroup) -> None:
     """Check that each of two workers hears what the other says of a poisoned value."""
     for node in (0, 1):
         tensors = [poisoned(k) if k == node else there(torch.ones(2), k) for k in (0, 1)]
-        dr.all_reduce(tensors, group=group)
+        dr.distributed.all_reduce(tensors, group=group)
         with pytest.raises(IndexError):
             tensors[1 - node].tolist()
 
@@ -193,7 +193,7 @@ def test_a_node_lost_at_the_start_keeps_nobody_from_groups(fresh_session: Callab
 
 def test_a_worker_breaks_no_group_that_it_is_not_in(fresh_session: Callable[..., Any]) -> None:
     opened = fresh_session(world_size=3)
-    group = dr.new_group([0, 1], timeout=20.0)
+    group = dr.distributed.new_group([0, 1], timeout=20.0)
     opened.receiver.take(opened.nodes[2].link.peer, [encode(BreakGroup(group.number, "out of spite"))])
     assert opened.nodes[2].failed
     both_hear(group)
@@ -201,7 +201,7 @@ def test_a_worker_breaks_no_group_that_it_is_not_in(fresh_session: Callable[...,
 
 def test_a_worker_that_lies_to_another_does_it_no_harm(fresh_session: Callable[..., Any]) -> None:
     opened = fresh_session(world_size=2)
-    group = dr.new_group([0, 1], timeout=20.0)
+    group = dr.distributed.new_group([0, 1], timeout=20.0)
     both_hear(group)
     for name, node, failure in (
         (b"a", 99, [0, 0, "ValueError", "", "", "", "", -1]),
@@ -221,7 +221,7 @@ def test_a_worker_that_lies_to_another_does_it_no_harm(fresh_session: Callable[.
         both_hear(group)
         liar.close()
     tensors = [there(torch.ones(2), 0), there(torch.ones(2), 1)]
-    dr.all_reduce(tensors, group=group)
+    dr.distributed.all_reduce(tensors, group=group)
     assert tensors[0].tolist() == [2.0, 2.0]
 
 
@@ -238,29 +238,31 @@ def test_a_worker_drops_a_master_that_opens_a_group_of_nobody(
 
 def test_a_work_whose_member_is_lost_is_over_and_has_failed(fresh_session: Callable[..., Any]) -> None:
     opened = fresh_session(world_size=2)
-    group = dr.new_group([0, 1])
+    group = dr.distributed.new_group([0, 1])
     with stopped(dr.nodes()[1].pid):
-        work = dr.all_reduce([there(torch.ones(2), 0), there(torch.ones(2), 1)], group=group, async_op=True)
+        work = dr.distributed.all_reduce(
+            [there(torch.ones(2), 0), there(torch.ones(2), 1)], group=group, async_op=True
+        )
         os.kill(dr.nodes()[1].pid, signal.SIGKILL)
     assert work is not None
     until(lambda: opened.nodes[1].failed)
     until(work.is_completed)
-    assert isinstance(work.exception(), dr.NodeFailed)
+    assert isinstance(work.exception(), dr.errors.NodeFailed)
     assert not work.is_success()
 
 
 def test_a_closed_group_keeps_nothing_that_was_sent_in_it(session: object) -> None:
-    group = dr.new_group([0, 1])
-    dr.send(there(torch.ones(2), 0), dst=1, group=group)
+    group = dr.distributed.new_group([0, 1])
+    dr.distributed.send(there(torch.ones(2), 0), dst=1, group=group)
     held = slots(1)
     group.close()
     assert slots(1) == held - 1
 
 
-class Reluctant(dr.DataChannel):
+class Reluctant(dr.distributed.DataChannel):
     """A channel that rank 1 does not want, for which rank 0 waits."""
 
-    capabilities = dr.Capabilities(frozenset({"barrier"}))
+    capabilities = dr.distributed.Capabilities(frozenset({"barrier"}))
 
     def __init__(self, membership: Any) -> None:
         super().__init__(membership)
@@ -276,16 +278,20 @@ class Reluctant(dr.DataChannel):
 
 
 def test_a_group_that_does_not_come_about_says_why(session: object) -> None:
-    dr.register_data_channel("reluctant", Reluctant)
-    with pytest.raises(dr.ConnectionFailed, match="rank 1 would rather not"):
-        dr.new_group([0, 1], backend="reluctant", timeout=3.0)
+    dr.distributed.register_data_channel("reluctant", Reluctant)
+    with pytest.raises(dr.errors.ConnectionFailed, match="rank 1 would rather not"):
+        dr.distributed.new_group([0, 1], backend="reluctant", timeout=3.0)
 
 
 @pytest.mark.parametrize("group", ["world", [0, 1], 0], ids=str)
 def test_a_group_that_is_none(session: object, group: Any) -> None:
-    for call in (lambda: dr.barrier(group), lambda: dr.all_reduce([there(torch.ones(1), 0)], group=group)):
+    for call in (
+        lambda: dr.distributed.barrier(group),
+        lambda: dr.distributed.all_reduce([there(torch.ones(1), 0)], group=group),
+    ):
         with pytest.raises(
-            dr.UsageError, match=f"must be what distruntime.new_group returned, got {type(group).__name__}"
+            dr.errors.UsageError,
+            match=f"must be what distruntime.distributed.new_group returned, got {type(group).__name__}",
         ):
             call()
 
@@ -297,22 +303,22 @@ def test_a_tensor_of_an_ended_session_is_refused_before_anything_is_issued(
     old = there(torch.ones(2), 1)
     dr.shutdown()
     fresh_session(world_size=2)
-    a, b, group = there(torch.ones(2), 0), there(torch.ones(2), 1), dr.new_group()
+    a, b, group = there(torch.ones(2), 0), there(torch.ones(2), 1), dr.distributed.new_group()
     for given in (None, group):
-        with pytest.raises(dr.UsageError, match=r"tensors\[1\] is of another session than"):
-            dr.all_reduce([a, old], group=given)
-        dr.all_reduce([a, b], group=given)
+        with pytest.raises(dr.errors.UsageError, match=r"tensors\[1\] is of another session than"):
+            dr.distributed.all_reduce([a, old], group=given)
+        dr.distributed.all_reduce([a, b], group=given)
     assert a.tolist() == b.tolist() == [4.0, 4.0]
 
 
 def test_the_group_of_some_places_is_found_again_and_made_again_when_it_is_closed(session: object) -> None:
     a, b = there(torch.ones(2), 0), there(torch.ones(2), 1)
     groups = active_session().groups
-    dr.all_reduce([a, b])
+    dr.distributed.all_reduce([a, b])
     first = groups.of_places((a.place, b.place))
     assert groups.of_places((a.place, b.place)) is first
     assert groups.of_places((b.place, a.place)) is not first
     first.close()
-    dr.all_reduce([a, b])
+    dr.distributed.all_reduce([a, b])
     assert groups.of_places((a.place, b.place)) is not first
     assert a.tolist() == b.tolist() == [4.0, 4.0]

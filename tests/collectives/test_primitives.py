@@ -278,7 +278,7 @@ def test_plans_are_made_once_and_so_are_groups() -> None:
 
 
 def test_as_one_all_to_all_where_copies_would_be_more_than_places() -> None:
-    def exchanged(x: dr.Partition, y: dr.Partition, size: Shape) -> bool:
+    def exchanged(x: dr.mesh.Partition, y: dr.mesh.Partition, size: Shape) -> bool:
         cuts = [plans.cuts_of(size, p.shape) for p in (x, y)]
         plan = plans.transfer(x.places, cuts[0], y.places, cuts[1], x.shape, y.shape, 4)
         (stage,), (back,) = plan.stages, plan.adjoint.stages
@@ -315,129 +315,129 @@ def test_what_does_not_depend_on_a_failed_shard_is_whole() -> None:
 ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "too few shards": (
         lambda: F.all_gather(ones(N2), part(N3, (3,)), 0),
-        dr.UsageError,
+        dr.errors.UsageError,
         "one shard for each of the 3 places .* got 2",
     ),
     "no list": (
         lambda: F.all_gather(ones(N2)[0], part(N2, (2,)), 0),
-        dr.UsageError,
+        dr.errors.UsageError,
         "must be a list with one shard .*Tensor",
     ),
     "another place": (
         lambda: F.halo_exchange(ones((1, 0)), part(N2, (2,)), [1]),
-        dr.PlacementError,
+        dr.errors.PlacementError,
         r"xs\[0\] is on node 1 cpu, .*node 0",
     ),
     "a local shard": (
         lambda: F.all_sum_reduce([torch.ones(2)] * 2, part(N2, (2,)), 0),
-        dr.PlacementError,
+        dr.errors.PlacementError,
         r"xs\[0\] is a local tensor",
     ),
     "no tensor": (
         lambda: F.all_sum_reduce([1, 2], part(N2, (2,)), 0),
-        dr.UsageError,
+        dr.errors.UsageError,
         "must be a remote tensor, got int",
     ),
     "no partition": (
         lambda: F.all_sum_reduce(ones(N2), [0, 1], 0),
-        dr.UsageError,
-        "P must be a distruntime.Partition, got list",
+        dr.errors.UsageError,
+        "P must be a distruntime.mesh.Partition, got list",
     ),
     "dtypes": (
         lambda: F.all_gather([ones(N2)[0], ones(N2)[1].double()], part(N2, (2,)), 0),
-        dr.UsageError,
+        dr.errors.UsageError,
         r"one dtype: \[0\] is .*float32.*\[1\] is .*float64",
     ),
     "summands": (
         lambda: F.all_sum_reduce(ones(N2, (2,), (3,)), part(N2, (2,)), 0),
-        dr.UsageError,
+        dr.errors.UsageError,
         r"xs\[0\] \(on node 0 cpu\) is \(2,\), xs\[1\] \(on node 1 cpu\) is \(3,\)",
     ),
     "summands to one": (
         lambda: F.sum_reduce(ones(N2, (2,), (3,)), part(N2, (2,)), part(N1, (1,))),
-        dr.UsageError,
+        dr.errors.UsageError,
         r"ys\[0\] .* is \(2,\), ys\[1\] .* is \(3,\)",
     ),
     "parts that differ": (
         lambda: F.all_gather(ones(N2, (2, 3), (2, 4)), part(N2, (2,)), 0),
-        dr.UsageError,
+        dr.errors.UsageError,
         r"shard 0 is \(2, 3\), shard 1 is \(2, 4\), expected alike in all dimensions but 0",
     ),
     "wholes that differ": (
         lambda: F.reduce_scatter(ones(N2, (2, 3), (1, 3)), part(N2, (2,)), 0),
-        dr.UsageError,
+        dr.errors.UsageError,
         r"shard 0 is \(2, 3\), shard 1 is \(1, 3\), expected alike in all dimensions",
     ),
     "a ragged whole": (
         lambda: F.repartition(ones(N4, (2, 2), (2, 2), (2, 2), (3, 2)), part(N4, (2, 2)), part(N1, (1, 1))),
-        dr.UsageError,
+        dr.errors.UsageError,
         r"along dimension 0 shard 2 of \(2, 2\) is 2 long and shard 3 of \(3, 2\) is 3, "
         r"expected the same, as both are part 1 of 2",
     ),
     "ragged where it is not cut": (
         lambda: F.halo_exchange(ones(N2, (2, 2), (2, 3)), part(N2, (2,)), [1]),
-        dr.UsageError,
+        dr.errors.UsageError,
         "along dimension 1 .* as both are whole there",
     ),
     "shards of other dimensions": (
         lambda: F.repartition(ones(N2, (2,), (2, 1)), part(N2, (2,)), part(N1, (1,))),
-        dr.UsageError,
+        dr.errors.UsageError,
         r"as many dimensions each: shard 0 is \(2,\), shard 1 is \(2, 1\)",
     ),
     "shards of too few dimensions": (
         lambda: F.repartition(ones(N2), part(N2, (2, 1)), part(N1, (1, 1))),
-        dr.UsageError,
+        dr.errors.UsageError,
         "shard 0 has 1 dimensions, .* and the partition 2",
     ),
     "partitions of other dimensions": (
         lambda: F.repartition(ones(N2), part(N2, (2,)), part(N1, (1, 1))),
-        dr.UsageError,
+        dr.errors.UsageError,
         r"P_x has 1 dimensions, \(2,\), and P_y 2, \(1, 1\)",
     ),
     "a broadcast that does not fit": (
         lambda: F.broadcast(ones(N2), part(N2, (2,)), part(N3, (3,))),
-        dr.UsageError,
+        dr.errors.UsageError,
         r"shape \(2,\) cannot be broadcast to one of shape \(3,\)",
     ),
     "a broadcast to fewer dimensions": (
         lambda: F.broadcast(ones(N1), part(N1, (1, 1)), part(N3, (3,))),
-        dr.UsageError,
+        dr.errors.UsageError,
         "more dimensions",
     ),
     "a sum that does not fit": (
         lambda: F.sum_reduce(ones(N3), part(N3, (3,)), part(N2, (2,))),
-        dr.UsageError,
+        dr.errors.UsageError,
         "cannot be broadcast",
     ),
     "an axis that is not cut": (
         lambda: F.all_gather(ones(N2, (2, 2), (2, 2)), part(N2, (2,)), -1),
-        dr.UsageError,
+        dr.errors.UsageError,
         "axis must be .* got -1",
     ),
-    "no axis": (lambda: F.all_gather(ones(N2), part(N2, (2,)), "0"), dr.UsageError, "axis must be"),
+    "no axis": (lambda: F.all_gather(ones(N2), part(N2, (2,)), "0"), dr.errors.UsageError, "axis must be"),
     "axes that are not there": (
         lambda: F.all_sum_reduce(ones(N2), part(N2, (2,)), (0, 1)),
-        dr.UsageError,
+        dr.errors.UsageError,
         r"0 to 0, got \(0, 1\)",
     ),
     "a halo too wide": (
         lambda: F.halo_exchange(ones(N3, (2,), (1,), (2,)), part(N3, (3,)), [2]),
-        dr.UsageError,
+        dr.errors.UsageError,
         "along dimension 0 shard 0 wants 2 from shard 1, which is 1 long there",
     ),
     "a halo of other dimensions": (
         lambda: F.halo_exchange(ones(N2), part(N2, (2,)), [1, 1]),
-        dr.UsageError,
+        dr.errors.UsageError,
         "each of the 1 dimensions",
     ),
     "a halo below zero": (
         lambda: F.halo_exchange(ones(N2), part(N2, (2,)), [-1]),
-        dr.UsageError,
+        dr.errors.UsageError,
         r"halo\[0\] must be .* got -1",
     ),
     "a halo for other parts": (
         lambda: F.halo_exchange(ones(N2), part(N2, (2,)), [[(1, 1)] * 3]),
-        dr.UsageError,
+        dr.errors.UsageError,
         "each of the 2 parts",
     ),
 }

@@ -16,7 +16,12 @@ import torch
 import distruntime as dr
 from processes import STARTING, until
 
-OPS = {"sum": dr.ReduceOp.SUM, "product": dr.ReduceOp.PRODUCT, "min": dr.ReduceOp.MIN, "max": dr.ReduceOp.MAX}
+OPS = {
+    "sum": dr.distributed.ReduceOp.SUM,
+    "product": dr.distributed.ReduceOp.PRODUCT,
+    "min": dr.distributed.ReduceOp.MIN,
+    "max": dr.distributed.ReduceOp.MAX,
+}
 WORLD, GROUP = [0, 1, 2], [1, 2]
 BOTH = pytest.mark.parametrize("ranks", [WORLD, GROUP], ids=["world", "group"])
 
@@ -31,7 +36,7 @@ def three_workers() -> Iterator[None]:
 def build(size: int, value: float, node: int, device: str = "cpu") -> torch.Tensor:
     """A cube of one number, as that suite used."""
     with dr.node(node):
-        return dr.full((size, size, size), float(value), device=device)
+        return dr.factories.full((size, size, size), float(value), device=device)
 
 
 def is_full(tensor: torch.Tensor, value: float) -> bool:
@@ -39,14 +44,14 @@ def is_full(tensor: torch.Tensor, value: float) -> bool:
 
 
 @pytest.fixture
-def group(ranks: list[int]) -> Iterator[dr.ProcessGroup]:
-    made = dr.new_group([dr.place(k) for k in ranks])
+def group(ranks: list[int]) -> Iterator[dr.distributed.ProcessGroup]:
+    made = dr.distributed.new_group([dr.place(k) for k in ranks])
     yield made
     made.close()
 
 
 def test_get_rank() -> None:
-    group = dr.new_group([dr.place(k) for k in WORLD])
+    group = dr.distributed.new_group([dr.place(k) for k in WORLD])
     assert [group.rank(dr.place(k)) for k in WORLD] == WORLD and group.size() == 3
     assert group.rank(dr.place(0, "cuda:0")) == -1
     group.close()
@@ -56,10 +61,10 @@ def test_send_recv() -> None:
     for source in WORLD:
         others = [k for k in WORLD if k != source]
         for k in others:
-            dr.send(build(10, source, source), k)
+            dr.distributed.send(build(10, source, source), k)
         for k in others:
             into = build(10, -1, k)
-            assert dr.recv(into, source) == source
+            assert dr.distributed.recv(into, source) == source
             assert is_full(into, source)
 
 
@@ -67,21 +72,21 @@ def test_send_recv_any_source() -> None:
     for target in WORLD:
         others = [k for k in WORLD if k != target]
         for k in others:
-            dr.send(build(10, k, k), target)
+            dr.distributed.send(build(10, k, k), target)
         found = set()
         for _ in others:
             into = build(10, -1, target)
-            sender = dr.recv(into)
+            sender = dr.distributed.recv(into)
             assert is_full(into, sender)
             found.add(sender)
         assert found == set(others)
 
 
 def test_isend() -> None:
-    works = [dr.isend(build(10, k, 0), k) for k in (1, 2)]
+    works = [dr.distributed.isend(build(10, k, 0), k) for k in (1, 2)]
     for k in (1, 2):
         into = build(10, -1, k)
-        dr.recv(into, 0)
+        dr.distributed.recv(into, 0)
         assert is_full(into, k)
     for work in works:
         work.wait()
@@ -90,23 +95,23 @@ def test_isend() -> None:
 
 def test_irecv() -> None:
     expected = [build(10, -1, 0) for _ in (1, 2)]
-    works = [dr.irecv(tensor, source) for tensor, source in zip(expected, (1, 2))]
+    works = [dr.distributed.irecv(tensor, source) for tensor, source in zip(expected, (1, 2))]
     for k in (1, 2):
-        dr.send(build(10, k, k), 0)
+        dr.distributed.send(build(10, k, k), 0)
     for tensor, work, source in zip(expected, works, (1, 2)):
         work.wait()
         assert is_full(tensor, source) and work.source_rank() == source
 
 
-def broadcasts(ranks: list[int], group: dr.ProcessGroup, device: str = "cpu") -> None:
+def broadcasts(ranks: list[int], group: dr.distributed.ProcessGroup, device: str = "cpu") -> None:
     for root in ranks:
         tensors = [build(10, root if k == root else -1, k, device) for k in ranks]
-        dr.broadcast(tensors, root, group)
+        dr.distributed.broadcast(tensors, root, group)
         assert all(is_full(t, root) for t in tensors)
 
 
 @BOTH
-def test_broadcast(ranks: list[int], group: dr.ProcessGroup) -> None:
+def test_broadcast(ranks: list[int], group: dr.distributed.ProcessGroup) -> None:
     broadcasts(ranks, group)
 
 
@@ -120,81 +125,81 @@ CASES: dict[str, tuple[float, float, Any]] = {  # the root's value, the others',
 
 @BOTH
 @pytest.mark.parametrize("op", OPS)
-def test_reduce(op: str, ranks: list[int], group: dr.ProcessGroup) -> None:
+def test_reduce(op: str, ranks: list[int], group: dr.distributed.ProcessGroup) -> None:
     root_value, other, result = CASES[op]
     for root in ranks:
         tensors = [build(10, root_value if k == root else other, k) for k in ranks]
-        dr.reduce(tensors, root, OPS[op], group)
+        dr.distributed.reduce(tensors, root, OPS[op], group)
         for k, tensor in zip(ranks, tensors):
             assert is_full(tensor, result(len(ranks)) if k == root else other)
 
 
 @BOTH
 @pytest.mark.parametrize("op", OPS)
-def test_all_reduce(op: str, ranks: list[int], group: dr.ProcessGroup) -> None:
+def test_all_reduce(op: str, ranks: list[int], group: dr.distributed.ProcessGroup) -> None:
     root_value, other, result = CASES[op]
     for root in ranks:
         tensors = [build(10, root_value if k == root else other, k) for k in ranks]
-        dr.all_reduce(tensors, OPS[op], group)
+        dr.distributed.all_reduce(tensors, OPS[op], group)
         assert all(is_full(t, result(len(ranks))) for t in tensors)
 
 
 @BOTH
-def test_scatter(ranks: list[int], group: dr.ProcessGroup) -> None:
+def test_scatter(ranks: list[int], group: dr.distributed.ProcessGroup) -> None:
     for root in ranks:
         parts = [build(10, k, root) for k in range(len(ranks))]
         tensors = [build(10, -1, k) for k in ranks]
-        dr.scatter(tensors, parts, root, group)
+        dr.distributed.scatter(tensors, parts, root, group)
         assert all(is_full(t, k) for k, t in enumerate(tensors))
 
 
 @BOTH
-def test_gather(ranks: list[int], group: dr.ProcessGroup) -> None:
+def test_gather(ranks: list[int], group: dr.distributed.ProcessGroup) -> None:
     for root in ranks:
         into = [build(10, -1, root) for _ in ranks]
-        dr.gather([build(10, k, k) for k in ranks], into, root, group)
+        dr.distributed.gather([build(10, k, k) for k in ranks], into, root, group)
         assert all(is_full(t, k) for k, t in zip(ranks, into))
 
 
 @BOTH
-def test_all_gather(ranks: list[int], group: dr.ProcessGroup) -> None:
+def test_all_gather(ranks: list[int], group: dr.distributed.ProcessGroup) -> None:
     into = [[build(10, -1, k) for _ in ranks] for k in ranks]
-    dr.all_gather(into, [build(10, k, k) for k in ranks], group)
+    dr.distributed.all_gather(into, [build(10, k, k) for k in ranks], group)
     for row in into:
         assert all(is_full(t, k) for k, t in zip(ranks, row))
 
 
 @BOTH
-def test_barrier(ranks: list[int], group: dr.ProcessGroup) -> None:
+def test_barrier(ranks: list[int], group: dr.distributed.ProcessGroup) -> None:
     """Nobody passes before the last has come: what the others do afterwards happens after what the last did
     before.
     """
     for late in ranks:
         with dr.node(late):
-            busy = dr.rand(400, 400)
+            busy = dr.factories.rand(400, 400)
             for _ in range(20):
                 busy = busy @ busy / 400
             before = dr.current_stream(late, "cpu").record_event()
-        work = dr.barrier(group, async_op=True)
+        work = dr.distributed.barrier(group, async_op=True)
         assert work is not None
         work.wait()
         events = [dr.current_stream(k, "cpu").record_event() for k in ranks]
         events[ranks.index(next(k for k in ranks if k != late))].synchronize()
         assert before.query()
-        dr.barrier(group)
+        dr.distributed.barrier(group)
 
 
 def test_broadcast_cuda() -> None:
-    group = dr.new_group(WORLD)
+    group = dr.distributed.new_group(WORLD)
     assert {p.local_device for p in group.places} == {"cuda:0"}
     broadcasts(WORLD, group, "cuda:0")
     group.close()
 
 
 def test_all_reduce_cuda() -> None:
-    group = dr.new_group(WORLD)
+    group = dr.distributed.new_group(WORLD)
     for root in WORLD:
         tensors = [build(10, 2 if k == root else 10, k, "cuda:0") for k in WORLD]
-        dr.all_reduce(tensors, group=group)
+        dr.distributed.all_reduce(tensors, group=group)
         assert all(is_full(t, 22) for t in tensors)
     group.close()

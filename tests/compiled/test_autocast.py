@@ -158,7 +158,7 @@ def test_what_is_compiled_has_the_same_casts(name: str, dtype: torch.dtype) -> N
         warnings.simplefilter("error")
         found = _trained(_compiled, name, dtype, around=name != "nested")
     _agree(found, _trained(_plain, name, dtype, around=name != "nested"))
-    assert any(one.replays for one in dr.compiled_graphs())
+    assert any(one.replays for one in dr.profiler.compiled_graphs())
 
 
 def test_the_workers_compiler_keeps_the_casts() -> None:

@@ -518,7 +518,7 @@ def trained(compiler: Compiler, steps: int = 6) -> torch.Tensor:
 def test_the_default_backend_is_the_workers_inductor(made: list[graphs.Graph]) -> None:
     assert torch.allclose(trained(torch.compile), trained(plain))
     assert len(made) == 2 and all(one.replays >= 3 for one in made)
-    found = dr.compiled_graphs()[-2:]
+    found = dr.profiler.compiled_graphs()[-2:]
     assert [one.name.partition(" ")[0] for one in found] == ["forward", "backward"]
     assert all(one.compiled in ("inductor", "compiling") or "compiler" in one.compiled for one in found)
 
@@ -612,8 +612,8 @@ def test_another_backend_runs_operator_by_operator_and_says_so(made: list[graphs
 
 
 def test_a_graph_that_nobody_may_call_is_not_shown() -> None:
-    before = len(dr.compiled_graphs())
+    before = len(dr.profiler.compiled_graphs())
     trained(compiled, steps=1)
     torch._dynamo.reset()
     gc.collect()
-    assert len(dr.compiled_graphs()) <= before
+    assert len(dr.profiler.compiled_graphs()) <= before

@@ -43,11 +43,11 @@ class Block(nn.Module):
         return x + self.b(F.gelu(self.a(self.norm(x))))  # type: ignore[no-any-return]
 
 
-def _tensor_parallel(block: nn.Module, mesh: dr.DeviceMesh) -> nn.Module:
+def _tensor_parallel(block: nn.Module, mesh: dr.mesh.DeviceMesh) -> nn.Module:
     return parallelize_module(block, mesh["tp"], {"a": ColwiseParallel(), "b": RowwiseParallel()})
 
 
-def _sequence_parallel(block: nn.Module, mesh: dr.DeviceMesh) -> nn.Module:
+def _sequence_parallel(block: nn.Module, mesh: dr.mesh.DeviceMesh) -> nn.Module:
     plan: dict[str, Any] = {
         "norm": SequenceParallel(),
         "a": ColwiseParallel(input_layouts=Shard(1)),
@@ -56,15 +56,15 @@ def _sequence_parallel(block: nn.Module, mesh: dr.DeviceMesh) -> nn.Module:
     return parallelize_module(block, mesh["tp"], plan)
 
 
-def _fully_sharded(block: nn.Module, mesh: dr.DeviceMesh) -> nn.Module:
+def _fully_sharded(block: nn.Module, mesh: dr.mesh.DeviceMesh) -> nn.Module:
     return fully_shard(block, mesh=mesh)
 
 
-def _in_two_ways(block: nn.Module, mesh: dr.DeviceMesh) -> nn.Module:
+def _in_two_ways(block: nn.Module, mesh: dr.mesh.DeviceMesh) -> nn.Module:
     return fully_shard(_tensor_parallel(block, mesh), mesh=mesh["dp"])
 
 
-def _replicated(block: nn.Module, mesh: dr.DeviceMesh) -> nn.Module:
+def _replicated(block: nn.Module, mesh: dr.mesh.DeviceMesh) -> nn.Module:
     return block
 
 
@@ -118,4 +118,4 @@ def test_a_module_on_a_mesh(two_workers: None, way: str, lower: torch.dtype | No
     found, expected = _trained(_compiled, way, lower), _trained(lambda f: f, way, lower)
     assert [t.dtype for t in found] == [t.dtype for t in expected]
     assert [k for k, (a, b) in enumerate(zip(found, expected)) if not torch.equal(a, b)] == []
-    assert any(graph.replays for graph in dr.compiled_graphs()), dr.compiled_graphs()
+    assert any(graph.replays for graph in dr.profiler.compiled_graphs()), dr.profiler.compiled_graphs()

@@ -120,12 +120,12 @@ def run_case(case: Case, device: str) -> Outcome:
     torch.manual_seed(0)
     outcome = Outcome(case.name)
     if device == "remote":
-        dr.stalls(reset=True)
+        dr.profiler.stalls(reset=True)
     try:
         found = case.script(device)
         if device == "remote":
             # What the comparison itself fetches is not the library's.
-            outcome.waits = sum(stall.count for stall in dr.stalls())
+            outcome.waits = sum(stall.count for stall in dr.profiler.stalls())
             dr.synchronize()
         outcome.remote = any_remote(found)
         outcome.numbers = {name: numbers(value) for name, value in found.items()}

@@ -37,7 +37,7 @@ def begin(world_size: int = 1) -> None:
     dr.init_master_worker(**options)
 
 
-def accelerator(node: int = 0) -> dr.Place:
+def accelerator(node: int = 0) -> dr.types.Place:
     """Return the first accelerator of a node; skip the test where it has none."""
     info = dr.nodes()[node]
     names = [device.name for device in info.devices if device.name != "cpu"]
@@ -48,7 +48,7 @@ def accelerator(node: int = 0) -> dr.Place:
 
 
 @pytest.fixture(scope="module")
-def gpu(_asked_for: None) -> Iterator[dr.Place]:
+def gpu(_asked_for: None) -> Iterator[dr.types.Place]:
     """The first accelerator of a worker."""
     begin()
     try:
@@ -58,7 +58,7 @@ def gpu(_asked_for: None) -> Iterator[dr.Place]:
 
 
 @pytest.fixture
-def two_nodes(gpu: dr.Place) -> Iterator[list[dr.Place]]:
+def two_nodes(gpu: dr.types.Place) -> Iterator[list[dr.types.Place]]:
     """The first accelerators of two workers, which share one where there is only one."""
     begin(2)
     try:
@@ -77,7 +77,7 @@ def cuda(_asked_for: None) -> torch.device:
 
 
 @pytest.fixture
-def same_card(gpu: dr.Place, cuda: torch.device) -> torch.device:
+def same_card(gpu: dr.types.Place, cuda: torch.device) -> torch.device:
     """The GPU of this process, where the worker has the same one."""
     if "://" in _ASKED:
         pytest.skip("compares with the card itself: the worker of DISTRUNTIME_TEST_GPUS may have another")

@@ -19,7 +19,7 @@ SIDE = int(os.environ.get("DISTRUNTIME_TEST_SIDE", "2048"))
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_the_values_are_those_at_this_point_of_the_program(
-    gpu: dr.Place, tmp_path: Path, async_op: bool
+    gpu: dr.types.Place, tmp_path: Path, async_op: bool
 ) -> None:
     with dr.on(gpu):
         x = torch.zeros(1 << 22, device="remote")
@@ -40,7 +40,7 @@ def test_the_values_are_those_at_this_point_of_the_program(
     assert dr.load(tmp_path, place="cpu")["x"].unique().tolist() == [1.0]
 
 
-def test_streams(gpu: dr.Place, tmp_path: Path) -> None:
+def test_streams(gpu: dr.types.Place, tmp_path: Path) -> None:
     side = dr.Stream(gpu)
     with dr.stream(side):
         work = torch.ones(SIDE, SIDE, device="remote") / SIDE
@@ -53,14 +53,14 @@ def test_streams(gpu: dr.Place, tmp_path: Path) -> None:
     assert dr.load(tmp_path).unique().tolist() == [2.0]
 
 
-def test_dropout_goes_on(gpu: dr.Place, tmp_path: Path) -> None:
+def test_dropout_goes_on(gpu: dr.types.Place, tmp_path: Path) -> None:
     kept: list[torch.Tensor] = []
 
     def train(ckpt: Checkpoint) -> torch.Tensor:
         if ckpt.load() is None:
             ckpt.save({})
             kept.append(torch.rand(5, device="remote").cpu())
-            raise dr.NodeFailed("says a test")
+            raise dr.errors.NodeFailed("says a test")
         return torch.rand(5, device="remote").cpu()
 
     with dr.on(gpu):

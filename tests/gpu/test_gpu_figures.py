@@ -11,7 +11,7 @@ import distruntime as dr
 MIB = 1 << 20
 
 
-def test_memory_is_what_the_workers_allocator_says(gpu: dr.Place) -> None:
+def test_memory_is_what_the_workers_allocator_says(gpu: dr.types.Place) -> None:
     remote: Any = torch.remote  # type: ignore[attr-defined]
     assert gpu.number == remote.current_device() == 0
     before = remote.memory_allocated(gpu)
@@ -30,7 +30,7 @@ def test_memory_is_what_the_workers_allocator_says(gpu: dr.Place) -> None:
     assert kept.sum().item() == 64 * MIB // 4
 
 
-def test_it_is_the_card_that_is_there(gpu: dr.Place, same_card: torch.device) -> None:
+def test_it_is_the_card_that_is_there(gpu: dr.types.Place, same_card: torch.device) -> None:
     remote: Any = torch.remote  # type: ignore[attr-defined]
     here = torch.cuda.get_device_properties(same_card)
     found = remote.get_device_properties(gpu)

@@ -44,41 +44,41 @@ def full(number: float, node: int, count: int = 1 << 20) -> torch.Tensor:
 
 
 def test_auto_takes_nccl_between_two_cards(two_workers: Any) -> None:
-    group = dr.new_group([0, 1])
+    group = dr.distributed.new_group([0, 1])
     assert group.backend == "nccl", f"{group!r}: the warning says why"
     values = [full(1.0, 0), full(2.0, 1)]
-    dr.all_reduce(values, group=group)
+    dr.distributed.all_reduce(values, group=group)
     assert [value.unique().tolist() for value in values] == [[3.0]] * 2
     assert values[0].to(node=1).unique().tolist() == [3.0]
 
 
-def test_two_workers_share_a_card_or_have_one_each(two_nodes: list[dr.Place]) -> None:
+def test_two_workers_share_a_card_or_have_one_each(two_nodes: list[dr.types.Place]) -> None:
     """The first example of the README. On a machine with one GPU the two go through its memory."""
-    group = dr.new_group(two_nodes)
+    group = dr.distributed.new_group(two_nodes)
     values = [full(1.0, 0), full(2.0, 1)]
-    dr.all_reduce(values, group=group)
+    dr.distributed.all_reduce(values, group=group)
     assert [value.unique().tolist() for value in values] == [[3.0]] * 2, group
     assert values[0].to(node=1).unique().tolist() == [3.0]
 
 
-def test_a_gpu_and_a_cpu_go_through_the_host(gpu: dr.Place) -> None:
-    group = dr.new_group([gpu, dr.place(gpu.node, "cpu")])
+def test_a_gpu_and_a_cpu_go_through_the_host(gpu: dr.types.Place) -> None:
+    group = dr.distributed.new_group([gpu, dr.place(gpu.node, "cpu")])
     assert group.backend == "gloo"
     one, other = (torch.full((5,), k + 1.0, device=place) for k, place in enumerate(group.places))
-    dr.all_reduce([one, other], group=group)
+    dr.distributed.all_reduce([one, other], group=group)
     assert one.tolist() == other.tolist() == [3.0] * 5
 
 
 def test_a_poisoned_member_is_no_zero_to_the_others(two_workers: Any) -> None:
     """NCCL has returned long before the other worker says that its value is poisoned."""
-    group = dr.new_group([0, 1])
+    group = dr.distributed.new_group([0, 1])
     for _ in range(2):
         a, b = full(5.0, 0), full(7.0, 1)
-        dr.all_reduce([a, b], group=group)
+        dr.distributed.all_reduce([a, b], group=group)
     with dr.node(1):
         bad = b + torch.empty(TOO_MANY, device="remote")[: 1 << 20]
     with stopped(two_workers.workers[1].pid):
-        dr.all_reduce([a, bad], group=group)
+        dr.distributed.all_reduce([a, bad], group=group)
         derived = a * 2
     for value in (bad, derived, a):
         with pytest.raises(torch.OutOfMemoryError):
@@ -87,15 +87,15 @@ def test_a_poisoned_member_is_no_zero_to_the_others(two_workers: Any) -> None:
 
 
 def test_a_member_that_dies_costs_its_groups_and_no_process(two_workers: Any) -> None:
-    group = dr.new_group([0, 1])
+    group = dr.distributed.new_group([0, 1])
     values = [full(1.0, 0), full(2.0, 1)]
-    dr.all_reduce(values, group=group)
+    dr.distributed.all_reduce(values, group=group)
     dr.synchronize()
     with stopped(two_workers.workers[1].pid):
-        dr.all_reduce(values, group=group)
+        dr.distributed.all_reduce(values, group=group)
         derived = values[0] * 2
         os.kill(two_workers.workers[1].pid, signal.SIGKILL)
-    with pytest.raises(dr.NodeFailed, match=r"node 1 "):
+    with pytest.raises(dr.errors.NodeFailed, match=r"node 1 "):
         derived.sum().item()
     assert two_workers.workers[0].poll() is None, "the other process lives on"
     dr.restart(0, force=True)
@@ -104,21 +104,21 @@ def test_a_member_that_dies_costs_its_groups_and_no_process(two_workers: Any) ->
 
 def test_a_member_that_dies_before_the_first_operation_is_noticed(two_workers: Any) -> None:
     """A communicator that the first operation made would wait for half an hour."""
-    group = dr.new_group([0, 1])
+    group = dr.distributed.new_group([0, 1])
     os.kill(two_workers.workers[1].pid, signal.SIGKILL)
-    with pytest.raises(dr.NodeFailed):
+    with pytest.raises(dr.errors.NodeFailed):
         a = full(1.0, 0)
-        dr.all_reduce([a, full(2.0, 1)], group=group)
+        dr.distributed.all_reduce([a, full(2.0, 1)], group=group)
         a.sum().item()
 
 
-def test_two_devices_of_one_worker_keep_the_order_of_their_streams(gpu: dr.Place) -> None:
+def test_two_devices_of_one_worker_keep_the_order_of_their_streams(gpu: dr.types.Place) -> None:
     """One thread issues their sum, and each of them has a stream of its own."""
     names = [device.name for device in dr.nodes()[gpu.node].devices if device.name != "cpu"]
     if len(names) < 2:
         pytest.skip(f"it takes two devices of one worker, which offers {names[0]} alone")
     places = [dr.place(gpu.node, f"accelerator:{name.partition(':')[2]}") for name in names[:2]]
-    groups = [dr.new_group(places), dr.new_group(places, backend="gloo")]
+    groups = [dr.distributed.new_group(places), dr.distributed.new_group(places, backend="gloo")]
     first, second = (dr.Stream(place) for place in places)
     for k in range(30):
         with dr.stream(first):
@@ -128,7 +128,7 @@ def test_two_devices_of_one_worker_keep_the_order_of_their_streams(gpu: dr.Place
             for _ in range(50):
                 y = y + 20
         with dr.stream(second), dr.stream(first):
-            dr.all_reduce([x, y], group=groups[k % 2])
+            dr.distributed.all_reduce([x, y], group=groups[k % 2])
         with dr.stream(second):
             after = y * 1
         with dr.stream(first):

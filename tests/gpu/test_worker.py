@@ -24,7 +24,9 @@ SIZES = [
 ]  # floats, across every way that uploads take
 
 
-def test_nodes_name_the_gpu_its_memory_and_its_capability(gpu: dr.Place, same_card: torch.device) -> None:
+def test_nodes_name_the_gpu_its_memory_and_its_capability(
+    gpu: dr.types.Place, same_card: torch.device
+) -> None:
     local = torch.cuda.get_device_properties(same_card)
     (info,) = dr.nodes()
     card = next(device for device in info.devices if device.name == gpu.local_device)
@@ -34,7 +36,7 @@ def test_nodes_name_the_gpu_its_memory_and_its_capability(gpu: dr.Place, same_ca
 
 
 @pytest.mark.parametrize("count", SIZES)
-def test_a_tensor_goes_there_and_comes_back(gpu: dr.Place, count: int) -> None:
+def test_a_tensor_goes_there_and_comes_back(gpu: dr.types.Place, count: int) -> None:
     local = torch.randn(count)
     expected = local.clone()
     x = local.to("remote")
@@ -43,7 +45,7 @@ def test_a_tensor_goes_there_and_comes_back(gpu: dr.Place, count: int) -> None:
     assert torch.equal((x * 2).cpu(), expected * 2)
 
 
-def test_many_uploads_in_a_row_stay_apart(gpu: dr.Place) -> None:
+def test_many_uploads_in_a_row_stay_apart(gpu: dr.types.Place) -> None:
     local = torch.empty(100_000)
     there = []
     for k in range(200):
@@ -51,7 +53,7 @@ def test_many_uploads_in_a_row_stay_apart(gpu: dr.Place) -> None:
     assert [float(x.max()) for x in there] == [float(x.min()) for x in there] == list(range(200))
 
 
-def test_no_memory_is_out_of_memory_error_and_names_the_holders(gpu: dr.Place) -> None:
+def test_no_memory_is_out_of_memory_error_and_names_the_holders(gpu: dr.types.Place) -> None:
     gc.collect()
     kept = torch.ones(1 << 20, device="remote")
     free = next(d.free for d in dr.memory().devices if d.place == gpu)
@@ -60,7 +62,7 @@ def test_no_memory_is_out_of_memory_error_and_names_the_holders(gpu: dr.Place) -
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
         dependent[0].item()
     text = str(caught.value)
-    assert isinstance(caught.value, dr.RemoteError) and "GPU 0" in text and "total capacity" in text
+    assert isinstance(caught.value, dr.errors.RemoteError) and "GPU 0" in text and "total capacity" in text
     held = [line for line in text.splitlines() if line.startswith("  held there")]
     assert (
         len(held) == 1
@@ -73,7 +75,7 @@ def test_no_memory_is_out_of_memory_error_and_names_the_holders(gpu: dr.Place) -
     assert fits.sum().item() == 1 << 22
 
 
-def test_an_upload_that_does_not_fit_is_out_of_memory_error(gpu: dr.Place) -> None:
+def test_an_upload_that_does_not_fit_is_out_of_memory_error(gpu: dr.types.Place) -> None:
     card = next(d for d in dr.memory().devices if d.place == gpu)
     room = card.free + card.reserved - card.allocated
     ballast = torch.empty(max(1, room - (256 << 20)), dtype=torch.uint8, device="remote")
@@ -86,7 +88,7 @@ def test_an_upload_that_does_not_fit_is_out_of_memory_error(gpu: dr.Place) -> No
         dr.synchronize()
 
 
-def test_memory_shows_what_the_caching_allocator_holds(gpu: dr.Place) -> None:
+def test_memory_shows_what_the_caching_allocator_holds(gpu: dr.types.Place) -> None:
     gc.collect()
     x = torch.ones(1 << 22, device="remote")
     dr.synchronize()
@@ -99,7 +101,7 @@ def test_memory_shows_what_the_caching_allocator_holds(gpu: dr.Place) -> None:
     assert "allocated  reserved" in repr(memory).splitlines()[0] and x.dim() == 1
 
 
-def test_tf32_changes_what_a_matmul_gives(gpu: dr.Place) -> None:
+def test_tf32_changes_what_a_matmul_gives(gpu: dr.types.Place) -> None:
     remote: Any = torch.remote  # type: ignore[attr-defined]
     if remote.get_device_capability(gpu) < (8, 0):
         pytest.skip("TF32 came with compute capability 8.0")
@@ -116,14 +118,14 @@ def test_tf32_changes_what_a_matmul_gives(gpu: dr.Place) -> None:
     assert error[0] == error[2] < 1e-3 < error[1]
 
 
-def test_reading_the_settings_of_a_worker_with_a_gpu(gpu: dr.Place) -> None:
+def test_reading_the_settings_of_a_worker_with_a_gpu(gpu: dr.types.Place) -> None:
     dr.config(float32_matmul_precision="high", cudnn_benchmark=True)
     found = dr.config()
     assert found is not None and found[0].cuda_matmul_allow_tf32 and found[0].cudnn_benchmark
     dr.config(float32_matmul_precision="highest", cudnn_benchmark=False)
 
 
-def test_random_numbers_of_the_gpu_follow_the_seed(gpu: dr.Place) -> None:
+def test_random_numbers_of_the_gpu_follow_the_seed(gpu: dr.types.Place) -> None:
     draws = []
     for _ in range(2):
         torch.manual_seed(7)
@@ -131,7 +133,7 @@ def test_random_numbers_of_the_gpu_follow_the_seed(gpu: dr.Place) -> None:
     assert torch.equal(*draws)
 
 
-def test_a_seed_gives_what_it_gives_without_a_worker(gpu: dr.Place, same_card: torch.device) -> None:
+def test_a_seed_gives_what_it_gives_without_a_worker(gpu: dr.types.Place, same_card: torch.device) -> None:
     torch.manual_seed(7)
     there = torch.randn(100, device="remote").cpu()
     torch.manual_seed(7)

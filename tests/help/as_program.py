@@ -19,7 +19,7 @@ class Case(NamedTuple):
     state: Callable[[], Sequence[torch.Tensor | None]] = tuple
 
 
-def _begun(tensor: object) -> dr.Fetched[torch.Tensor] | object:
+def _begun(tensor: object) -> dr.types.Fetched[torch.Tensor] | object:
     if not isinstance(tensor, torch.Tensor):
         return tensor
     tensor = tensor.detach()
@@ -28,13 +28,13 @@ def _begun(tensor: object) -> dr.Fetched[torch.Tensor] | object:
     return dr.fetch_async(shards)
 
 
-def _ended(begun: dr.Fetched[Any] | object) -> object:
-    if not isinstance(begun, dr.Fetched):
+def _ended(begun: dr.types.Fetched[Any] | object) -> object:
+    if not isinstance(begun, dr.types.Fetched):
         return begun
     try:
         found = begun.result()
         return torch.stack(found) if isinstance(found, list) else found
-    except (IndexError, dr.NodeFailed, dr.StreamCancelled) as error:
+    except (IndexError, dr.errors.NodeFailed, dr.errors.StreamCancelled) as error:
         # The error is in the future. Its frames hold all that is read here, and so the future itself.
         return type(error.with_traceback(None)).__name__
 

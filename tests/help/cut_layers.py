@@ -22,16 +22,16 @@ def cases(names: Iterable[str], quick: Collection[str]) -> list[Any]:
     return fewer(given, quick, "it is a further case of a layer that is tried without it")
 
 
-def over(places: Sequence[int], shape: Sequence[int]) -> dr.Partition:
+def over(places: Sequence[int], shape: Sequence[int]) -> dr.mesh.Partition:
     """A partition over places by their numbers, counted node by node."""
-    return dr.Partition([dr.place(k // 4, _device(k % 4)) for k in places], tuple(shape))
+    return dr.mesh.Partition([dr.place(k // 4, _device(k % 4)) for k in places], tuple(shape))
 
 
 def _device(k: int) -> str:
     return f"cuda:{k}" if k < 3 else "cpu"
 
 
-def spaced(shape: Sequence[int], start: int = 0) -> dr.Partition:
+def spaced(shape: Sequence[int], start: int = 0) -> dr.mesh.Partition:
     """A partition of that shape, over places that go from worker to worker."""
     count = 1
     for n in shape:
@@ -40,7 +40,7 @@ def spaced(shape: Sequence[int], start: int = 0) -> dr.Partition:
     return over([order[(start + k) % 12] for k in range(count)], shape)
 
 
-def pair(make: Make, serial: Make, on: dr.Partition, dtype: torch.dtype) -> tuple[Any, Any]:
+def pair(make: Make, serial: Make, on: dr.mesh.Partition, dtype: torch.dtype) -> tuple[Any, Any]:
     """A layer over a partition and the serial one, with equal weights."""
     torch.manual_seed(0)
     theirs = serial().to(dtype)
@@ -59,16 +59,16 @@ def _gradient(layer: Any, name: str) -> Any:
     return layer._feeds[name][0].joined([part.grad for part in value])
 
 
-def outputs_on(layer: Any, on: dr.Partition) -> dr.Partition:
+def outputs_on(layer: Any, on: dr.mesh.Partition) -> dr.mesh.Partition:
     found = getattr(layer, "P_y", None) or getattr(getattr(layer, "mixing", None), "target", on)
-    assert isinstance(found, dr.Partition)
+    assert isinstance(found, dr.mesh.Partition)
     return found
 
 
 def assert_as_serial(
     make: Make,
     serial: Make,
-    on: dr.Partition,
+    on: dr.mesh.Partition,
     size: Sequence[int],
     dtype: torch.dtype = torch.float64,
     x: torch.Tensor | None = None,

@@ -16,7 +16,7 @@ from agree import REMOTE
 Busy = Callable[[], object]
 
 
-def two_run_side_by_side(place: dr.Place, busy: Busy, hurry: Callable[[], object]) -> dr.Stream:
+def two_run_side_by_side(place: dr.types.Place, busy: Busy, hurry: Callable[[], object]) -> dr.Stream:
     """Try two streams of a place; return the one that `busy` kept busy until it was told to hurry."""
     one, two = dr.Stream(place), dr.Stream(place)
     with dr.stream(one):
@@ -33,7 +33,7 @@ def two_run_side_by_side(place: dr.Place, busy: Busy, hurry: Callable[[], object
 
 
 def reads_and_writes_come_in_order(
-    place: dr.Place, busy: Busy, implicit: bool, count: int, rounds: int
+    place: dr.types.Place, busy: Busy, implicit: bool, count: int, rounds: int
 ) -> None:
     dr.set_implicit_waits(implicit)
     try:
@@ -57,7 +57,7 @@ def reads_and_writes_come_in_order(
         dr.set_implicit_waits(True)
 
 
-def freed_memory_is_kept_while_it_is_read(place: dr.Place, busy: Busy, count: int, rounds: int) -> None:
+def freed_memory_is_kept_while_it_is_read(place: dr.types.Place, busy: Busy, count: int, rounds: int) -> None:
     one, two = dr.Stream(place), dr.Stream(place)
     for k in range(rounds):
         with dr.stream(one):
@@ -72,7 +72,7 @@ def freed_memory_is_kept_while_it_is_read(place: dr.Place, busy: Busy, count: in
         del filler
 
 
-def a_fetch_sees_the_value_of_its_moment(place: dr.Place, busy: Busy, count: int) -> torch.Tensor:
+def a_fetch_sees_the_value_of_its_moment(place: dr.types.Place, busy: Busy, count: int) -> torch.Tensor:
     """Return the value, which has changed since."""
     one, two = dr.Stream(place), dr.Stream(place)
     with dr.stream(one):

@@ -182,7 +182,7 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _words(error: Exception) -> str:
     """An error's class and first words, without what tells one process or device from another."""
-    ours = isinstance(error, dr.DistruntimeError) and not isinstance(error, dr.RemoteError)
+    ours = isinstance(error, dr.DistruntimeError) and not isinstance(error, dr.errors.RemoteError)
     kind = (
         type(error).__name__
         if ours
@@ -192,5 +192,5 @@ def _words(error: Exception) -> str:
     )
     text = " ".join(re.split(r"\n  \S+ on node ", str(error))[0].split())
     text = re.sub(r"\b(remote|cpu|cuda|lazy)(:\d+)?\b", "DEVICE", text)
-    text = re.sub(r" on (<distruntime\.DeviceMesh |DeviceMesh\().*", " on MESH", text)
+    text = re.sub(r" on (<distruntime\.mesh\.DeviceMesh |DeviceMesh\().*", " on MESH", text)
     return f"{kind}: {text[:200]}"

@@ -61,16 +61,16 @@ def stream() -> Stream:
     return found
 
 
-class Early(dr.DataChannel):
+class Early(dr.distributed.DataChannel):
     """All of gloo's sums, and a barrier, by a thread in their order."""
 
-    capabilities = dr.Capabilities(
+    capabilities = dr.distributed.Capabilities(
         frozenset({"send", "barrier", "broadcast", "all_reduce", "all_gather"}),
         {"SUM": frozenset({torch.float32, torch.int64})},
         tags=False,
     )
 
-    def __init__(self, membership: dr.Membership) -> None:
+    def __init__(self, membership: dr.distributed.Membership) -> None:
         super().__init__(membership)
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=membership.host)]
@@ -101,7 +101,7 @@ class Early(dr.DataChannel):
         options.rootRank = root
         self.put(lambda: self.gloo.broadcast([data], options).wait()).done.wait(60)
 
-    def all_reduce(self, data: torch.Tensor, op: dr.Reduction) -> Call:
+    def all_reduce(self, data: torch.Tensor, op: dr.distributed.Reduction) -> Call:
         return self.put(lambda: self.gloo.allreduce([data]).wait())
 
     def all_gather(self, output: torch.Tensor, data: torch.Tensor) -> Call:
@@ -131,12 +131,12 @@ class Lingering:
         return self.channel.begun > self.number + 2
 
 
-class Late(dr.DataChannel):
+class Late(dr.distributed.DataChannel):
     """Gloo, whose calls say for a while that the bytes have not moved. So some are under way all the time."""
 
     capabilities = Gloo.capabilities
 
-    def __init__(self, membership: dr.Membership) -> None:
+    def __init__(self, membership: dr.distributed.Membership) -> None:
         super().__init__(membership)
         self.gloo, self.begun = Gloo(membership), 0
 
@@ -174,15 +174,17 @@ class Late(dr.DataChannel):
         self.gloo.barrier()
         return Lingering(self)
 
-    def all_reduce(self, data: torch.Tensor, op: dr.Reduction) -> Lingering:
+    def all_reduce(self, data: torch.Tensor, op: dr.distributed.Reduction) -> Lingering:
         self.gloo.all_reduce(data, op)
         return Lingering(self)
 
-    def reduce(self, data: torch.Tensor, root: int, op: dr.Reduction) -> Lingering:
+    def reduce(self, data: torch.Tensor, root: int, op: dr.distributed.Reduction) -> Lingering:
         self.gloo.reduce(data, root, op)
         return Lingering(self)
 
-    def reduce_scatter(self, output: torch.Tensor, data: torch.Tensor, op: dr.Reduction) -> Lingering:
+    def reduce_scatter(
+        self, output: torch.Tensor, data: torch.Tensor, op: dr.distributed.Reduction
+    ) -> Lingering:
         self.gloo.reduce_scatter(output, data, op)
         return Lingering(self)
 

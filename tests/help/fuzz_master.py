@@ -210,9 +210,9 @@ def across() -> None:
 def groups() -> None:
     with dr.on(0, "cpu"):
         here = torch.ones(4, device="remote")
-    group = dr.new_group([0, 1], timeout=1.0)
-    work = dr.all_reduce([here, there(4)], group=group, async_op=True)
-    dr.barrier(group)
+    group = dr.distributed.new_group([0, 1], timeout=1.0)
+    work = dr.distributed.all_reduce([here, there(4)], group=group, async_op=True)
+    dr.distributed.barrier(group)
     work.wait(1.0)
     dr.fetch([here], timeout=2)
 

@@ -472,19 +472,19 @@ def _groups() -> None:
                 found.append(torch.ones(*(shape or (4,)), device="remote"))
         return found
 
-    group = dr.new_group([0, 1])
-    dr.all_reduce(values(), group=group)
-    dr.broadcast(values(), group_src=0, group=group)
-    dr.all_gather_into_tensor(values(8), values(), group=group)
+    group = dr.distributed.new_group([0, 1])
+    dr.distributed.all_reduce(values(), group=group)
+    dr.distributed.broadcast(values(), group_src=0, group=group)
+    dr.distributed.all_gather_into_tensor(values(8), values(), group=group)
     dr.functional.reduce_scatter(values(), group=group)
-    dr.all_to_all_single(values(), values(), group=group)
-    dr.barrier(group)
-    dr.send(values()[0], 1, tag=3)
-    dr.recv(values()[1], tag=3)
+    dr.distributed.all_to_all_single(values(), values(), group=group)
+    dr.distributed.barrier(group)
+    dr.distributed.send(values()[0], 1, tag=3)
+    dr.distributed.recv(values()[1], tag=3)
     x, y = values()
     bad = x[torch.tensor([9]).to(x.device)]
     with suppress(dr.DistruntimeError):
-        dr.all_reduce([bad.expand(4).clone(), y], group=group)
+        dr.distributed.all_reduce([bad.expand(4).clone(), y], group=group)
         dr.fetch([x, y], timeout=30)
     with suppress(dr.DistruntimeError):
         dr.synchronize()
@@ -493,18 +493,18 @@ def _groups() -> None:
 
 
 def _a_broken_group() -> None:
-    group = dr.new_group([0, 1])
+    group = dr.distributed.new_group([0, 1])
     with dr.on(0, "cpu"):
         x = torch.ones(4, device="remote")
     with dr.on(1, "cpu"):
         y = torch.ones(4, device="remote")
     os.kill(dr.nodes()[1].pid, signal.SIGKILL)
     with suppress(dr.DistruntimeError):
-        dr.all_reduce([x, y], group=group)
+        dr.distributed.all_reduce([x, y], group=group)
     with suppress(dr.DistruntimeError):
         dr.synchronize(0, timeout=20)
     with suppress(dr.DistruntimeError):
-        dr.barrier(group)
+        dr.distributed.barrier(group)
     with suppress(dr.DistruntimeError):
         dr.synchronize(0, timeout=20)
 
@@ -547,7 +547,7 @@ def _publications() -> None:
     dr.lookup("model")
     del model, optimizer, tied
     (dr.lookup("tied") + 1).sum().item()
-    with suppress(dr.UsageError):
+    with suppress(dr.errors.UsageError):
         dr.lookup("nobody/model")
     dr.unpublish("model")
     dr.memory(), repr(dr.nodes())

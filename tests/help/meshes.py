@@ -28,16 +28,16 @@ def two_workers() -> Iterator[None]:
 
 
 @pytest.fixture(params=SHAPES)
-def mesh(request: pytest.FixtureRequest, two_workers: None) -> dr.DeviceMesh:
+def mesh(request: pytest.FixtureRequest, two_workers: None) -> dr.mesh.DeviceMesh:
     return make(request.param)
 
 
-def make(shape: str) -> dr.DeviceMesh:
+def make(shape: str) -> dr.mesh.DeviceMesh:
     kind, sizes, names = SHAPES[shape]
     return dr.init_device_mesh(kind, sizes, mesh_dim_names=names)
 
 
-def copied(module: nn.Module, mesh: dr.DeviceMesh) -> nn.Module:
+def copied(module: nn.Module, mesh: dr.mesh.DeviceMesh) -> nn.Module:
     """Return a copy of a module on every member of a mesh."""
     return copy.deepcopy(module).to(mesh.device)
 

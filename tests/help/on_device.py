@@ -66,7 +66,7 @@ def _usable(nodes: int) -> bool:
         return False
     try:
         return all(torch.ones((), device=dr.place(k, 0)).item() == 1.0 for k in range(nodes))
-    except (dr.NodeFailed, dr.SessionClosed, RuntimeError):
+    except (dr.errors.NodeFailed, dr.errors.SessionClosed, RuntimeError):
         return False
 
 

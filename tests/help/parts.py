@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 F = dr.primitives
 
 
-def places(*nodes: int, device: str = "cpu") -> list[dr.Place]:
+def places(*nodes: int, device: str = "cpu") -> list[dr.types.Place]:
     return [dr.place(node, device) for node in nodes]
 
 
@@ -95,20 +95,22 @@ def adjoint_error(xs: Tensors, fx: Tensors, y: Tensors, fy: Tensors) -> float:
 # -- on workers -----------------------------------------------------------------------------------
 
 
-def there(xs: Tensors, partition: dr.Partition) -> Tensors:
+def there(xs: Tensors, partition: dr.mesh.Partition) -> Tensors:
     return [x.detach().to(home.device).requires_grad_() for x, home in zip(xs, partition.homes, strict=True)]
 
 
 def ones(nodes: tuple[int, ...], *shapes: Shape) -> Tensors:
     return [
         torch.ones(size).to(home.device)
-        for size, home in zip(shapes or [(2,)] * len(nodes), dr.Partition(places(*nodes), len(nodes)).homes)
+        for size, home in zip(
+            shapes or [(2,)] * len(nodes), dr.mesh.Partition(places(*nodes), len(nodes)).homes
+        )
     ]
 
 
 def failed(size: Shape, node: int) -> Any:
     """A tensor that its worker could not make."""
-    on = dr.Partition(places(node), 1).homes[0].device
+    on = dr.mesh.Partition(places(node), 1).homes[0].device
     return torch.ones(size, device=on)[torch.full((size[0],), 9).to(on)]
 
 
@@ -136,13 +138,18 @@ class Case:
     ) -> None:
         self.sizes, self.on, self.run, self.formula = sizes, on, run, formula
 
-    def partition(self) -> dr.Partition:
+    def partition(self) -> dr.mesh.Partition:
         return part(*self.on)
 
 
-def part(where: Any, shape: Shape) -> dr.Partition:
-    gpus = [dr.Place(0, "cpu"), dr.Place(0, "cuda:0"), dr.Place(0, "cuda:1"), dr.Place(1, "cuda:0")]
-    return dr.Partition(
+def part(where: Any, shape: Shape) -> dr.mesh.Partition:
+    gpus = [
+        dr.types.Place(0, "cpu"),
+        dr.types.Place(0, "cuda:0"),
+        dr.types.Place(0, "cuda:1"),
+        dr.types.Place(1, "cuda:0"),
+    ]
+    return dr.mesh.Partition(
         [gpus[k] for k in range(int(where[4:]))] if isinstance(where, str) else places(*where), shape
     )
 

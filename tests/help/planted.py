@@ -85,14 +85,14 @@ def leak(training: Training) -> None:
 
 def stuck(training: Training) -> None:
     """Let one member of a group not come."""
-    group = dr.new_group([0, 1])
+    group = dr.distributed.new_group([0, 1])
     ones = [torch.ones(3, device=dr.place(node)) for node in (0, 1)]
     # The first call waits to hear what the function returns.
     for_so_long(ones[1], 0.0)
     # Here is what keeps it.
     for_so_long(ones[1], 3600.0)
     # Here is the stuck collective.
-    dr.all_reduce(ones, group=group)
+    dr.distributed.all_reduce(ones, group=group)
     print("waits", flush=True)
     # Here is the wait for it.
     ones[0].sum().item()
@@ -140,13 +140,13 @@ def trace(fault: str, path: str, timeout: float = 10.0) -> None:
 
 def _stuck_and_on(training: Training) -> None:
     """As `stuck`, but go on to the end of the trace without a wait."""
-    group = dr.new_group([0, 1])
+    group = dr.distributed.new_group([0, 1])
     ones = [torch.ones(3, device=dr.place(node)) for node in (0, 1)]
     for_so_long(ones[1], 0.0)
     # Here is what keeps it in the trace.
     for_so_long(ones[1], 3600.0)
     # Here is the stuck collective in the trace.
-    dr.all_reduce(ones, group=group)
+    dr.distributed.all_reduce(ones, group=group)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def tried(kind: Kind) -> Tried:
             early = program.replays if k <= CHANGES[0] else early
             try:
                 results.append(program(x))
-            except (dr.NotSupportedError, dr.UsageError) as raised:
+            except (dr.errors.NotSupportedError, dr.errors.UsageError) as raised:
                 error = str(raised)
                 break
     found = [_shown(result) for result in results]

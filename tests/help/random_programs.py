@@ -53,7 +53,7 @@ PATIENCE = 60.0
 REPORT = 60.0
 SIZES = ((1,), (3,), (8,), (LENGTH,), (LENGTH,), (4, 6), (200,))
 # The operations that fail on their worker, and those that are cancelled there, raise these.
-FAILED = (IndexError, torch.linalg.LinAlgError, dr.StreamCancelled)
+FAILED = (IndexError, torch.linalg.LinAlgError, dr.errors.StreamCancelled)
 # This is beyond what travels in the log itself, and through shared memory.
 LARGE = (70_000,)
 
@@ -104,7 +104,7 @@ class Value:
     """A tensor of one place, and its local twin."""
 
     name: str
-    place: dr.Place
+    place: dr.types.Place
     remote: Any
     local: torch.Tensor
     memory: Memory
@@ -131,7 +131,7 @@ class Whole:
 class Kept:
     """An object on a worker, and its local twin."""
 
-    place: dr.Place
+    place: dr.types.Place
     remote: Any
     local: Total
 
@@ -140,7 +140,7 @@ class Kept:
 class Keeping:
     """An object on a worker that holds memory of one of the program's values, and its local twin."""
 
-    place: dr.Place
+    place: dr.types.Place
     remote: Any
     local: Keeper
     memory: Memory
@@ -177,15 +177,17 @@ class World:
         self.real = real
         cpus, gpus = ([p for p in self.places if (p.local_device == "cpu") is want] for want in (True, False))
         # Some of its operations are always under way, as on a GPU.
-        dr.register_data_channel("Late", Late)
-        self.groups = [dr.new_group(cpus), dr.new_group(cpus[::-1])]
-        self.groups += [dr.new_group(cpus, backend=backend) for backend in ("Late", "relay")]
+        dr.distributed.register_data_channel("Late", Late)
+        self.groups = [dr.distributed.new_group(cpus), dr.distributed.new_group(cpus[::-1])]
+        self.groups += [dr.distributed.new_group(cpus, backend=backend) for backend in ("Late", "relay")]
         self.meshes: list[Any] = [dr.init_device_mesh("cpu", (self.nodes,))]
         # Each mesh has the meshes that are parts of it, and their members' ranks in it.
         self.parts: dict[int, dict[int, range]] = {}
         if gpus:
-            self.groups.append(dr.new_group(gpus[:4]))
-            self.groups.append(dr.new_group(self.places[:6] if len(self.places) > 4 else self.places))
+            self.groups.append(dr.distributed.new_group(gpus[:4]))
+            self.groups.append(
+                dr.distributed.new_group(self.places[:6] if len(self.places) > 4 else self.places)
+            )
             each = len(gpus) // self.nodes
             grid = dr.init_device_mesh("accelerator", (self.nodes, each), mesh_dim_names=("dp", "tp"))
             self.meshes += [grid, *(grid.select(dp=k) for k in range(self.nodes))]
@@ -193,7 +195,7 @@ class World:
         choose = random.Random(0)
         # These groups overlap.
         for size in (2, 3, 3) if len(self.places) > 2 else ():
-            self.groups.append(dr.new_group(choose.sample(self.places, size)))
+            self.groups.append(dr.distributed.new_group(choose.sample(self.places, size)))
         self.lines = [
             [mesh.lines()] + [mesh.lines(k) for k in range(len(mesh.shape)) if len(mesh.shape) > 1]
             for mesh in self.meshes
@@ -265,9 +267,9 @@ class Base:
         self.keepers: list[Keeping] = []
         self.works: list[Any] = []
         self.events: list[dr.Event] = []
-        self.mail: list[tuple[int, dr.Place, Value]] = []
-        self.generators: dict[dr.Place, tuple[torch.Generator, torch.Generator]] = {}
-        self.groups: list[dr.ProcessGroup] = list(world.groups)
+        self.mail: list[tuple[int, dr.types.Place, Value]] = []
+        self.generators: dict[dr.types.Place, tuple[torch.Generator, torch.Generator]] = {}
+        self.groups: list[dr.distributed.ProcessGroup] = list(world.groups)
         self.said: list[str] = []
         self.chosen: list[str] = []
         self.checks = 0
@@ -287,14 +289,14 @@ class Base:
     def say(self, *words: object) -> None:
         self.said[-1] += " " + " ".join(map(str, words))
 
-    def where(self, place: dr.Place) -> AbstractContextManager[object]:
+    def where(self, place: dr.types.Place) -> AbstractContextManager[object]:
         """Return a context in which new tensors go to a place, and what runs there runs on one of its
         streams.
         """
         stream = self.random.choice([None, *self.streams[place]])
         return dr.on(place) if stream is None else dr.stream(stream)
 
-    def device(self, place: dr.Place) -> Any:
+    def device(self, place: dr.types.Place) -> Any:
         """Return a spelling of a place, which is current, for whatever takes a device."""
         return self.random.choice([REMOTE, place, place.device, f"remote:{place.number}"])
 
@@ -304,7 +306,7 @@ class Base:
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
 
-    def place(self) -> dr.Place:
+    def place(self) -> dr.types.Place:
         return self.random.choice(self.world.places)
 
     def numbers(self, shape: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -317,7 +319,7 @@ class Base:
         return whole if dtype == torch.int64 else (whole % 1000).to(dtype) / 7
 
     def new(
-        self, place: dr.Place, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+        self, place: dr.types.Place, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
     ) -> Value:
         """Send a new value to a place."""
         if shape is None:
@@ -331,7 +333,7 @@ class Base:
 
     def keep(
         self,
-        place: dr.Place,
+        place: dr.types.Place,
         remote: Any,
         local: torch.Tensor,
         *operands: Value,
@@ -360,10 +362,10 @@ class Base:
 
     def any(
         self,
-        place: dr.Place | None = None,
+        place: dr.types.Place | None = None,
         dtype: torch.dtype | None = None,
         healthy: bool = False,
-        places: Sequence[dr.Place] = (),
+        places: Sequence[dr.types.Place] = (),
     ) -> Value:
         """Pick a value, of that kind, at one of `places` if there are some; make one where there is none."""
 
@@ -380,7 +382,7 @@ class Base:
             return self.random.choice(found)
         return self.new(place or self.random.choice(places or self.world.places), dtype=dtype)
 
-    def like(self, value: Value, place: dr.Place, apart: Collection[Memory] = ()) -> Value:
+    def like(self, value: Value, place: dr.types.Place, apart: Collection[Memory] = ()) -> Value:
         """Pick a value of another's shape and dtype, at a place, that shares no memory with some; make one
         where there is none.
         """
@@ -414,7 +416,9 @@ class Base:
         try:
             got = wanted.read()
         except FAILED as error:
-            if not (wanted.poisoned and isinstance(error, (dr.RemoteError, dr.StreamCancelled))):
+            if not (
+                wanted.poisoned and isinstance(error, (dr.errors.RemoteError, dr.errors.StreamCancelled))
+            ):
                 self.differs(f"{wanted.name} raised {type(error).__name__}: {str(error)[:300]}")
             return
         expected = wanted.expected
@@ -440,7 +444,7 @@ class Base:
         try:
             yield
         except FAILED as error:
-            if not isinstance(error, (dr.RemoteError, dr.StreamCancelled)):
+            if not isinstance(error, (dr.errors.RemoteError, dr.errors.StreamCancelled)):
                 raise
 
 
@@ -722,9 +726,9 @@ class Copying(Base):
         if a.place != to:
             self.say(a, "to", to)
             if self.chance(0.5):
-                dr.send(a.remote, to, tag=tag)
+                dr.distributed.send(a.remote, to, tag=tag)
             else:
-                self.works.append(dr.isend(a.remote, to, tag=tag))
+                self.works.append(dr.distributed.isend(a.remote, to, tag=tag))
             self.mail.append((tag, to, Value(a.name, a.place, None, a.local.clone(), Memory())))
 
     @operation(0.7)
@@ -732,14 +736,14 @@ class Copying(Base):
         if self.mail:
             self._receive(*self.mail.pop(self.random.randrange(len(self.mail))))
 
-    def _receive(self, tag: int, to: dr.Place, sent: Value) -> None:
+    def _receive(self, tag: int, to: dr.types.Place, sent: Value) -> None:
         into = self.like(sent, to)
         self.say(sent, "into", into)
         with self.where(to):
             if self.chance(0.5):
-                dr.recv(into.remote, tag=tag)
+                dr.distributed.recv(into.remote, tag=tag)
             else:
-                self.works.append(dr.irecv(into.remote, tag=tag))
+                self.works.append(dr.distributed.irecv(into.remote, tag=tag))
         into.local.copy_(sent.local)
 
     @operation(0.6)
@@ -925,7 +929,7 @@ class Streaming(Base):
 class Together(Base):
     """Collectives of groups, in place and as new values."""
 
-    def members(self) -> tuple[dr.ProcessGroup, list[Value]]:
+    def members(self) -> tuple[dr.distributed.ProcessGroup, list[Value]]:
         """Pick a group, and alike values of its members: of a length that they can share."""
         group = self.random.choice(self.groups)
         places = list(group.places)
@@ -935,7 +939,7 @@ class Together(Base):
         self.say(f"group {self.groups.index(group)}", *found)
         return group, found
 
-    def options(self, group: dr.ProcessGroup) -> dict[str, Any]:
+    def options(self, group: dr.distributed.ProcessGroup) -> dict[str, Any]:
         return {"group": group, "async_op": self.chance(0.4)}
 
     def begun(self, work: Any) -> None:
@@ -951,7 +955,7 @@ class Together(Base):
         """A group of some places, in some order, that overlaps with others."""
         places = self.world.places
         self.groups.append(
-            dr.new_group(self.random.sample(places, self.random.randint(1, min(4, len(places)))))
+            dr.distributed.new_group(self.random.sample(places, self.random.randint(1, min(4, len(places)))))
         )
 
     @operation(0.5)
@@ -969,7 +973,9 @@ class Together(Base):
             ("MIN", "MAX") if members[0].local.dtype == torch.float32 else ("SUM", "MIN", "MAX")
         )
         self.begun(
-            dr.all_reduce([m.remote for m in members], getattr(dr.ReduceOp, name), **self.options(group))
+            dr.distributed.all_reduce(
+                [m.remote for m in members], getattr(dr.distributed.ReduceOp, name), **self.options(group)
+            )
         )
         stacked = torch.stack([m.local for m in members])
         total = {"SUM": stacked.sum(0), "MIN": stacked.amin(0), "MAX": stacked.amax(0)}[name]
@@ -983,7 +989,9 @@ class Together(Base):
         root = self.random.randrange(group.size())
         if any(m.memory.poisoned for m in members):
             return
-        self.begun(dr.broadcast([m.remote for m in members], group_src=root, **self.options(group)))
+        self.begun(
+            dr.distributed.broadcast([m.remote for m in members], group_src=root, **self.options(group))
+        )
         for m in members:
             m.local.copy_(members[root].local.clone())
 
@@ -993,7 +1001,7 @@ class Together(Base):
         if members[0].local.dtype == torch.float32 or any(m.memory.poisoned for m in members):
             return
         root = self.random.randrange(group.size())
-        self.begun(dr.reduce([m.remote for m in members], group_dst=root, **self.options(group)))
+        self.begun(dr.distributed.reduce([m.remote for m in members], group_dst=root, **self.options(group)))
         members[root].local.copy_(torch.stack([m.local for m in members]).sum(0))
 
     @operation(0.4)
@@ -1010,7 +1018,11 @@ class Together(Base):
             remotes = dr.functional.all_gather([m.remote for m in members], group)
         else:
             remotes = [m.remote.new_zeros(LENGTH * len(members)) for m in members]
-            self.begun(dr.all_gather_into_tensor(remotes, [m.remote for m in members], **self.options(group)))
+            self.begun(
+                dr.distributed.all_gather_into_tensor(
+                    remotes, [m.remote for m in members], **self.options(group)
+                )
+            )
         self.kept(members, remotes, [torch.cat([m.local for m in members])] * len(members))
 
     @operation(0.3)
@@ -1028,7 +1040,9 @@ class Together(Base):
             remotes = dr.functional.all_to_all_single([m.remote for m in members], group=group)
         else:
             remotes = [m.remote.new_zeros(LENGTH) for m in members]
-            self.begun(dr.all_to_all_single(remotes, [m.remote for m in members], **self.options(group)))
+            self.begun(
+                dr.distributed.all_to_all_single(remotes, [m.remote for m in members], **self.options(group))
+            )
         self.kept(
             members, remotes, [torch.cat([m.local.chunk(n)[rank] for m in members]) for rank in range(n)]
         )
@@ -1041,7 +1055,7 @@ class Together(Base):
         root = self.random.randrange(group.size())
         gathered = dr.functional.gather([m.remote for m in members], group_dst=root, group=group)
         self.begun(
-            dr.scatter(
+            dr.distributed.scatter(
                 [m.remote for m in members],
                 [*gathered[1:], gathered[0]],
                 group_src=root,
@@ -1055,7 +1069,7 @@ class Together(Base):
     @operation(0.2)
     def barrier(self) -> None:
         with self.failures_of_others():
-            self.begun(dr.barrier(self.random.choice(self.groups), async_op=self.chance(0.7)))
+            self.begun(dr.distributed.barrier(self.random.choice(self.groups), async_op=self.chance(0.7)))
 
 
 class Layering(Base):
@@ -1077,7 +1091,7 @@ class Layering(Base):
         whole = torch.cat([part.local.reshape(1, 1, -1) for part in parts], 2)
         if whole.shape[2] < kernel:
             return
-        on = dr.Partition(places, (1, 1, count))
+        on = dr.mesh.Partition(places, (1, 1, count))
         shards = dr.nn.MaxPool1d(on, kernel, **options)([part.remote.reshape(1, 1, -1) for part in parts])
         options.pop("overlap")
         expected = torch.nn.MaxPool1d(kernel, **options)(whole)
@@ -1109,7 +1123,7 @@ class Layering(Base):
         whole = torch.cat([local for _, local in small], 2)
         if whole.shape[2] <= max(kernel, padding):
             return
-        serial, on = torch.nn.Conv1d(1, 2, kernel, **options), dr.Partition(places, (1, 1, count))
+        serial, on = torch.nn.Conv1d(1, 2, kernel, **options), dr.mesh.Partition(places, (1, 1, count))
         # A new layer draws its weights.
         with self.world.seed:
             layer = dr.nn.Conv1d(on, 1, 2, kernel, **options, overlap=self.random.choice([None, True, False]))
@@ -1422,7 +1436,7 @@ class OnMeshes(Base):
         ]
         self.say(f"mesh {number}", dim, count, rows)
         with self.where_mesh(number):
-            experts = dr.Experts(every, mesh, ep=dim, dp=others or None)
+            experts = dr.parallel.Experts(every, mesh, ep=dim, dp=others or None)
             given, to = dr.from_shards(x, mesh), dr.from_shards(chosen, mesh)
             made = experts(given, torch.ones_like(to, dtype=torch.float32), to)
             made.sum().backward()
@@ -1519,7 +1533,7 @@ class Failing(Base):
         elsewhere = [place for place in self.world.places if place != a.place]
         b = self.like(a, self.random.choice(elsewhere)) if elsewhere and a.local.numel() > 1 else None
         if b is not None and b.local.dim():
-            self._refused(dr.PlacementError, lambda: a.remote.add_(b.remote))
+            self._refused(dr.errors.PlacementError, lambda: a.remote.add_(b.remote))
 
     @operation(0.3)
     def shapes_apart(self) -> None:
@@ -1545,7 +1559,7 @@ class Drawing(Base):
     @operation(0.4)
     def draw(self) -> None:
         seed = self.random.randrange(1 << 40)
-        made: list[tuple[dr.Place, Any, torch.Tensor]] = []
+        made: list[tuple[dr.types.Place, Any, torch.Tensor]] = []
         generators = [torch.Generator().manual_seed(seed) for _ in range(self.world.nodes)]
         kinds: list[Callable[..., Any]] = [
             lambda **o: torch.rand(LENGTH, **o),
@@ -1700,7 +1714,7 @@ class Deriving(Base):
         self.say(schedule, parts, *homes)
         twins, stages = [Times(w.clone()) for w in weights], [Times(w.clone()) for w in weights]
         (torch.nn.Sequential(*twins)(x) * y).sum().backward()
-        pipe = dr.pipeline(
+        pipe = dr.parallel.pipeline(
             [stage.to(home) for stage, home in zip(stages, homes)],
             parts,
             schedule,
@@ -1917,7 +1931,7 @@ _operator_into = _define("random_programs::into", _into, mutates_args=("x",))
 class Calling(Base):
     """Functions and objects of the user's own."""
 
-    def with_object(self, place: dr.Place) -> AbstractContextManager[object]:
+    def with_object(self, place: dr.types.Place) -> AbstractContextManager[object]:
         """Return a context for a call of an object.
 
         On a GPU an object that is called on several streams has to tell torch's allocator so itself.
@@ -2118,7 +2132,7 @@ class Calling(Base):
 class Lending(Calling):
     """Objects that keep memory of the program's values, and hand it out."""
 
-    def keepable(self, place: dr.Place) -> Value:
+    def keepable(self, place: dr.types.Place) -> Value:
         """Pick a value that a keeper may keep: all are alike, so that what is known of results holds."""
         found = self.like(Value("", place, None, torch.zeros(LENGTH, dtype=torch.int64), Memory()), place)
         good = not found.memory.poisoned and type(found.remote) is DistributedTensor
@@ -2129,7 +2143,7 @@ class Lending(Calling):
         self.keepers = [one for one in self.keepers if not one.memory.poisoned]
         return self.random.choice(self.keepers) if self.keepers else None
 
-    def slowly(self, place: dr.Place) -> None:
+    def slowly(self, place: dr.types.Place) -> None:
         """Delay what comes next on the current stream."""
         if self.chance(0.4):
             torch.ones(300, 300, dtype=torch.float32, device=REMOTE).matmul(
@@ -2273,7 +2287,9 @@ class Stored(Base):
         rows = self.numbers((count, 3))
         self.say(place, count, "by", size)
         with self.where(place):
-            loader = dr.data_loader(list(rows), node=place, batch_size=size, ahead=self.random.randrange(3))
+            loader = dr.data.data_loader(
+                list(rows), node=place, batch_size=size, ahead=self.random.randrange(3)
+            )
             most = self.random.choice((1, count))
             for remote, local in zip(loader, torch.utils.data.DataLoader(list(rows), batch_size=size)):
                 self.keep(place, remote, local)
@@ -2359,7 +2375,7 @@ class Tracing(Base):
             trace = dr.trace(self.world.folder / f"{self.seed}-{id(self)}.json", quiet=True, most=20_000)
             try:
                 trace.start()
-            except dr.UsageError as refused:
+            except dr.errors.UsageError as refused:
                 assert "a trace is on already" in str(refused), refused
                 return
             self._trace = trace
@@ -2382,7 +2398,7 @@ class Tracing(Base):
     @operation(0.5)
     def take_a_snapshot_of_memory(self) -> None:
         node = self.random.randrange(self.world.nodes)
-        found: Any = dr.memory_snapshot(node=node)
+        found: Any = dr.profiler.memory_snapshot(node=node)
         whole = sum(segment["total_size"] for segment in found["segments"])
         held = sum(block["size"] for segment in found["segments"] for block in segment["blocks"])
         if whole != held or not isinstance(found["device_traces"], list):
@@ -2416,7 +2432,9 @@ class Watching(Base):
                 dr.from_shards([weight.clone() for _ in mesh.places], mesh).requires_grad_()
                 for weight in weights
             ]
-            optimizer = dr.ShardedOptimizer(there, torch.optim.SGD, sharing, reduce=reduce, **options)
+            optimizer = dr.parallel.ShardedOptimizer(
+                there, torch.optim.SGD, sharing, reduce=reduce, **options
+            )
         twin = torch.optim.SGD(twins, **options)
         for _ in range(self.random.randrange(1, 4)):
             for p, own in zip(there, twins):
@@ -2444,11 +2462,11 @@ class Watching(Base):
             first = first or (name if y.isnan().any() else "")
         text = ""
         try:
-            with dr.detect_nan(), self.where(a.place):
+            with dr.profiler.detect_nan(), self.where(a.place):
                 x = a.remote
                 for name in names:
                     x = getattr(torch, name)(x)
-        except dr.NonFiniteError as error:
+        except dr.errors.NonFiniteError as error:
             text = str(error)
         expected = f"aten.{first}.default was the first to give NaN" if first else ""
         if not text.startswith(expected) or bool(text) != bool(first):
@@ -2460,7 +2478,7 @@ class Watching(Base):
         self.say(a, backward)
         with self.where(a.place):
             model = torch.nn.Sequential(Times(torch.ones(1)), Times(torch.ones(1))).to(a.place)
-            found = dr.profile_model(model, a.remote, backward=backward)
+            found = dr.profiler.profile_model(model, a.remote, backward=backward)
         rows = [(one.name, one.place, one.calls, one.forward >= 0, one.backward is None) for one in found]
         if rows != [(name, a.place, 1, True, not backward) for name in ("", "0", "1")]:
             self.differs(f"profile_model says {rows}")
@@ -2653,7 +2671,7 @@ class Reader:
         """Look once."""
         try:
             pair = dr.lookup(self.name)
-        except dr.UsageError as error:
+        except dr.errors.UsageError as error:
             if "nothing is published" not in str(error):
                 raise
             self.missing += 1
@@ -2667,7 +2685,7 @@ class Reader:
             self.wrong.append(f"the pair {k} reads {first[:3].tolist()}, {second[:3].tolist()}")
         self.last = k
         if self.foreign:
-            with suppress(dr.UsageError):
+            with suppress(dr.errors.UsageError):
                 pair["first"].add_(1)
                 self.wrong.append(f"the pair {k} could be written")
 
@@ -2762,7 +2780,7 @@ class Run:
         try:
             with trace:
                 program.run(progress=progress)
-        except dr.UsageError as refused:
+        except dr.errors.UsageError as refused:
             # An operation of the other thread's has begun a trace just now.
             assert "a trace is on already" in str(refused), refused
             program.run(progress=progress)

@@ -124,7 +124,7 @@ class Home:
 class Box:
     """All that a program of one kind keeps."""
 
-    def __init__(self, seed: int, kind: str, mesh: dr.DeviceMesh | None) -> None:
+    def __init__(self, seed: int, kind: str, mesh: dr.mesh.DeviceMesh | None) -> None:
         torch.manual_seed(seed)
         places, streams = KINDS[kind]
         self.mesh = mesh
@@ -242,7 +242,7 @@ def _across(
             box.homes[other].w.copy_(torch.tanh(u))
         case "both":
             mine, theirs = torch.tanh(u), pools[other][act.j % len(pools[other])] * 0.5
-            dr.all_reduce([mine, theirs])
+            dr.distributed.all_reduce([mine, theirs])
             pool.append(mine)
             pools[other].append(theirs)
         case "reduce":

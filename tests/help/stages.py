@@ -24,7 +24,7 @@ def four_gpus() -> Iterator[None]:
     dr.shutdown()
 
 
-def places(schedule: str, stages: int = 4) -> list[dr.Place]:
+def places(schedule: str, stages: int = 4) -> list[dr.types.Place]:
     gpus = [dr.place(node, f"cuda:{k}") for node in (0, 1) for k in (0, 1)]
     if schedule in IN_A_V:
         return [gpus[2 * k] for k in (0, 1, 1, 0)]

@@ -146,7 +146,7 @@ def test_most_mutations_are_still_messages() -> None:
         try:
             decode(frames[0])
             good += 1
-        except dr.ProtocolError:
+        except dr.errors.ProtocolError:
             pass
     assert 500 < good < 1000
 
@@ -210,7 +210,7 @@ def test_metadata_and_devices_that_are_none() -> None:
 def test_a_failure_of_any_class_is_an_error_with_words(session: Any, kind: str) -> None:
     node = active_session().nodes[0]
     error = remote_error(node, Cause(Failure(1, 1, kind, "its text", "", "aten::add", ""), ""))
-    assert isinstance(error, dr.RemoteError) and "its text" in str(error)
+    assert isinstance(error, dr.errors.RemoteError) and "its text" in str(error)
 
 
 def test_every_form_of_a_reply_refuses_what_it_is_not() -> None:
@@ -223,7 +223,7 @@ def fits(form: str, value: Any) -> bool:
     """Whether a master takes a value for what it has asked for."""
     try:
         require(form, value, None, None)
-    except dr.ProtocolError:
+    except dr.errors.ProtocolError:
         return False
     return True
 
@@ -241,7 +241,7 @@ def test_sessions_that_have_ended_leave_no_descriptors(
             fresh_session(workers=[worker.address])
             assert torch.ones(3, device="remote").sum().item() == 3.0
             dr.shutdown()
-            with pytest.raises(dr.ConnectionFailed):
+            with pytest.raises(dr.errors.ConnectionFailed):
                 dr.init_master_worker(workers=[f"ipc://{tmp_path}/nobody"], timeout=0.05)
             gc.collect()
             counts.append(len(os.listdir("/dev/fd")))

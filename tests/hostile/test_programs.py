@@ -31,7 +31,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         pytest.MonkeyPatch.context() as patch,
         dr.init_master_worker(world_size=nodes, simulate_cuda=gpus, timeout=STARTING),
     ):
-        assert [dr.add_worker() for _ in range(more)] == [*range(nodes, nodes + more)]
+        assert [dr.workers.add_worker() for _ in range(more)] == [*range(nodes, nodes + more)]
         patch.setenv("DISTRUNTIME_SIGNING_KEY", str(tmp_path_factory.mktemp("keys") / "signing-key"))
         yield World(tmp_path_factory.mktemp("checkpoints"))
         failures_are_known()

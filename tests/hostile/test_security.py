@@ -492,7 +492,7 @@ def bad_worker(tmp_path: Path, fresh_session: Callable[..., Any]) -> Iterator[Ba
 def test_a_worker_that_breaks_the_protocol_is_dropped_alone(bad_worker: BadWorker, frame: bytes) -> None:
     there = torch.ones(2, device="remote")
     bad_worker.say(frame)
-    with pytest.raises(dr.NodeFailed, match="protocol"):
+    with pytest.raises(dr.errors.NodeFailed, match="protocol"):
         with dr.on(1, "cpu"):
             until(lambda: torch.ones(1).item() != 1.0)
     assert computes() and there.tolist() == [1.0, 1.0]

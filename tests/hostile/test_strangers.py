@@ -74,9 +74,9 @@ def silent_master(address: str, key: str) -> None:
     """A new master, in a process of its own: gets in, makes a group, leaves."""
     torch.set_num_threads(1)
     with dr.init_master_worker(workers=[address], key=Path(key), timeout=60, quiet=True):
-        group = dr.new_group([0], timeout=60)
+        group = dr.distributed.new_group([0], timeout=60)
         a = torch.ones(3, device="remote")
-        dr.all_reduce([a], group=group)
+        dr.distributed.all_reduce([a], group=group)
         event = dr.Stream(0).record_event()
         event.wait(dr.Stream(0))
         goes_on(5)
@@ -186,13 +186,13 @@ def test_garbage_at_every_port_of_a_worker_harms_nothing(
         workers.append(ListeningWorker(tmp_path / str(k), "--listen", "tcp://127.0.0.1:0", "--key", str(key)))
     try:
         fresh_session(workers=[one.address for one in workers], key=key, timeout=60)
-        group, rng = dr.new_group([0, 1]), random.Random(seed)
+        group, rng = dr.distributed.new_group([0, 1]), random.Random(seed)
 
         def works() -> bool:
             a = torch.full((100,), 1.0, device="remote")
             with dr.on(1):
                 b = torch.full((100,), 2.0, device="remote")
-            dr.all_reduce([a, b], group=group)
+            dr.distributed.all_reduce([a, b], group=group)
             return bool(a.cpu().eq(3).all()) and torch.equal(a.to(node=1).cpu(), b.cpu())
 
         assert works()
@@ -261,10 +261,12 @@ def test_a_worker_without_descriptors_refuses_a_group_and_lives(
     pid = worker.process.pid
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (descriptors(pid) + 8, LIMIT))
     with pytest.raises(dr.DistruntimeError, match="descriptors left"):
-        dr.new_group([0], timeout=30)
+        dr.distributed.new_group([0], timeout=30)
     goes_on(3)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
-    dr.all_reduce([torch.ones(3, device="remote")], group=dr.new_group([0], timeout=60))
+    dr.distributed.all_reduce(
+        [torch.ones(3, device="remote")], group=dr.distributed.new_group([0], timeout=60)
+    )
     goes_on(3)
 
 

@@ -15,7 +15,7 @@ from distruntime.launching.job import Job, Meeting, Tails, run
 from distruntime.launching.script import command
 
 
-class Worker(dr.WorkerProcess):
+class Worker(dr.workers.WorkerProcess):
     """A worker that has ended after so many looks."""
 
     def __init__(self, looks: int) -> None:
@@ -42,19 +42,21 @@ class Worker(dr.WorkerProcess):
         pass
 
 
-class Workers(dr.Launcher):
+class Workers(dr.workers.Launcher):
     def __init__(self, looks: int = 1_000_000, fails: str = "") -> None:
-        self.looks, self.fails, self.started = looks, fails, list[tuple[dr.LaunchSpec, Worker]]()
+        self.looks, self.fails, self.started = looks, fails, list[tuple[dr.workers.LaunchSpec, Worker]]()
 
-    def start(self, spec: dr.LaunchSpec) -> Worker:
+    def start(self, spec: dr.workers.LaunchSpec) -> Worker:
         if self.fails:
-            raise dr.ConnectionFailed(self.fails)
+            raise dr.errors.ConnectionFailed(self.fails)
         self.started.append((spec, Worker(self.looks)))
         return self.started[-1][1]
 
 
-def job(folder: Path, launcher: dr.Launcher, words: list[str], said: list[str], restarts: int = 3) -> Job:
-    spec = dr.LaunchSpec(0, "tcp://a:1", "", None, False, 1, 0, {}, folder, workers=2, once=False)
+def job(
+    folder: Path, launcher: dr.workers.Launcher, words: list[str], said: list[str], restarts: int = 3
+) -> Job:
+    spec = dr.workers.LaunchSpec(0, "tcp://a:1", "", None, False, 1, 0, {}, folder, workers=2, once=False)
     return Job(
         launcher, Meeting("tcp://0.0.0.0:1", "tcp://a:1", None, 2), spec, restarts, words, False, said.append
     )
@@ -133,10 +135,12 @@ def test_what_a_script_is(tmp_path: Path) -> None:
     assert command(["a.b", "-x"], module=True, program=False) == [sys.executable, "-m", "a.b", "-x"]
     assert command(["repl"], module=False, program=False) == [sys.executable, "-m", "distruntime", "repl"]
     assert command(["sleep", "1"], module=False, program=True) == ["sleep", "1"]
-    with pytest.raises(dr.ConfigurationError, match=r"got the script 'nothing\.py', and there is no such"):
+    with pytest.raises(
+        dr.errors.ConfigurationError, match=r"got the script 'nothing\.py', and there is no such"
+    ):
         command(["nothing.py"], module=False, program=False)
     with pytest.raises(
-        dr.ConfigurationError, match="got 'no-such-program' to run, and it cannot be run: No such"
+        dr.errors.ConfigurationError, match="got 'no-such-program' to run, and it cannot be run: No such"
     ):
         run(job(tmp_path, Workers(), ["no-such-program"], []), os.environ)
 
@@ -147,13 +151,13 @@ def test_hosts(tmp_path: Path) -> None:
     file.write_text("# ours\ngpu1 slots=2 max_slots=4\n\nme@gpu2  # new\n", encoding="utf-8")
     assert from_file(file) == ["gpu1", "gpu1", "me@gpu2"]
     file.write_text("gpu1 slots=many\n", encoding="utf-8")
-    with pytest.raises(dr.ConfigurationError, match=r"line 1: got 'slots=many', expected slots=N"):
+    with pytest.raises(dr.errors.ConfigurationError, match=r"line 1: got 'slots=many', expected slots=N"):
         from_file(file)
     for text in ("", "# none\n"):
         file.write_text(text, encoding="utf-8")
-        with pytest.raises(dr.ConfigurationError, match="without a machine"):
+        with pytest.raises(dr.errors.ConfigurationError, match="without a machine"):
             from_file(file)
-    with pytest.raises(dr.ConfigurationError, match="cannot be read: No such file"):
+    with pytest.raises(dr.errors.ConfigurationError, match="cannot be read: No such file"):
         from_file(tmp_path / "nothing")
     assert address("gpu1", 0) == "ssh://gpu1" and address("gpu1", 2) == "ssh://gpu1?simulate_cuda=2"
     assert address("tcp://gpu1:29400", 2) == "tcp://gpu1:29400"

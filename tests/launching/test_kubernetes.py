@@ -55,7 +55,7 @@ def test_the_manifests_follow_the_schema() -> None:
 
 @pytest.mark.parametrize("name", ["Train", "a_b", "1a", "a" * 53, "a-", ""])
 def test_a_name_that_kubernetes_does_not_take_is_refused(name: str) -> None:
-    with pytest.raises(dr.ConfigurationError, match="expected small letters"):
+    with pytest.raises(dr.errors.ConfigurationError, match="expected small letters"):
         manifests(pods(name=name))
 
 

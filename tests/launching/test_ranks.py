@@ -49,11 +49,11 @@ def test_a_rank_is_what_its_starter_says(variables: dict[str, str], size: int | 
 
 
 def test_what_is_no_rank_is_said() -> None:
-    with pytest.raises(dr.ConfigurationError, match="nobody has numbered this process"):
+    with pytest.raises(dr.errors.ConfigurationError, match="nobody has numbered this process"):
         this_rank({})
-    with pytest.raises(dr.ConfigurationError, match="got an unknown number of processes"):
+    with pytest.raises(dr.errors.ConfigurationError, match="got an unknown number of processes"):
         this_rank({"JOB_COMPLETION_INDEX": "2"})
-    with pytest.raises(dr.ConfigurationError, match="got 1 processes, expected two or more"):
+    with pytest.raises(dr.errors.ConfigurationError, match="got 1 processes, expected two or more"):
         this_rank({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"})
 
 
@@ -62,10 +62,10 @@ def test_ranks_meet_in_a_folder(tmp_path: Path) -> None:
     folder = meeting_folder(None, first, tmp_path)
     assert folder == tmp_path / "launch" / "job_1"
     assert meeting_folder(tmp_path / "named", first, tmp_path) == tmp_path / "named"
-    with pytest.raises(dr.ConfigurationError, match="nothing that names the job"):
+    with pytest.raises(dr.errors.ConfigurationError, match="nothing that names the job"):
         meeting_folder(None, Rank(0, 3, False, "", "PMI_RANK"), tmp_path)
     other = Rank(1, 3, False, "job/1", "PMI_RANK")
-    with pytest.raises(dr.ConnectionFailed, match=r"rank 1 on .* has not found .*address within 0 s"):
+    with pytest.raises(dr.errors.ConnectionFailed, match=r"rank 1 on .* has not found .*address within 0 s"):
         join_meeting(folder, other, 0.0)
     opened = open_meeting(folder, first)
     joined = join_meeting(folder, other, 0.0)

@@ -82,16 +82,18 @@ def test_an_allocation_has_a_worker_for_each_task_or_each_machine(programs: Path
     ]
     spread = allocation(JOB, workers=4)
     assert spread is not None and spread.workers == (2, 1, 1)
-    with pytest.raises(dr.ConfigurationError, match="got -n 2 in an allocation of 3 machines"):
+    with pytest.raises(dr.errors.ConfigurationError, match="got -n 2 in an allocation of 3 machines"):
         allocation(JOB, workers=2)
 
 
 def test_slurms_own_errors_reach_the_user(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(programs, "scontrol", "sys.exit('Invalid job id specified')")
-    with pytest.raises(dr.ConfigurationError, match="scontrol requeue 7 failed: Invalid job id specified"):
+    with pytest.raises(
+        dr.errors.ConfigurationError, match="scontrol requeue 7 failed: Invalid job id specified"
+    ):
         queue_again("7")
     monkeypatch.setenv("PATH", str(programs / "empty"))
-    with pytest.raises(dr.ConfigurationError, match="Slurm's command 'scontrol' is not on the PATH"):
+    with pytest.raises(dr.errors.ConfigurationError, match="Slurm's command 'scontrol' is not on the PATH"):
         queue_again("7")
 
 
@@ -104,7 +106,7 @@ def test_each_worker_is_a_step_on_its_machine_with_its_share_of_the_gpus(
     for node, host, cards in ((0, "gpu1", "0,2"), (1, "gpu1", "1,3"), (2, "gpu2", None)):
         key = tmp_path / f"key-{node}"
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        spec = dr.LaunchSpec(node, "tcp://login:1", "", key, False, 2, 0, {"A": "b"}, tmp_path)
+        spec = dr.workers.LaunchSpec(node, "tcp://login:1", "", key, False, 2, 0, {"A": "b"}, tmp_path)
         worker = launcher.start(spec)
         until(lambda worker=worker: worker.poll() is not None)
         assert worker.poll() == "srun exited with code 0", worker.last_lines()

@@ -66,7 +66,7 @@ def own_folders() -> set[Path]:
     }
 
 
-def begin(*addresses: str, **arguments: object) -> dr.Session:
+def begin(*addresses: str, **arguments: object) -> dr.types.Session:
     return dr.init_master_worker(workers=list(addresses), timeout=STARTING, **arguments)  # type: ignore[arg-type]
 
 
@@ -152,17 +152,19 @@ def test_copies_and_collectives_go_through_ssh_where_ports_are_closed(
         assert torch.equal(far.cpu(), local)
         assert torch.equal((far * 2).to(one).cpu(), local * 2)
         a, b = torch.full((1000,), 1.0, device=one), torch.full((1000,), 2.0, device=two)
-        dr.all_reduce([a, b])
+        dr.distributed.all_reduce([a, b])
         assert a.eq(3).all().item() and b.eq(3).all().item()
         stream = dr.Stream(two)
         with dr.stream(stream):
             done = stream.record_event()
         done.wait(dr.current_stream(one))
         assert torch.ones(2, device=one).sum().item() == 2.0
-        with pytest.raises(dr.ConnectionFailed, match=r"'gloo' needs a direct route between .*ssh and this"):
-            dr.new_group([0, 1], backend="gloo")
+        with pytest.raises(
+            dr.errors.ConnectionFailed, match=r"'gloo' needs a direct route between .*ssh and this"
+        ):
+            dr.distributed.new_group([0, 1], backend="gloo")
         mesh = dr.init_device_mesh("cpu", (2,))
-        with pytest.raises(dr.ConnectionFailed, match=r"dr.spmd needs a direct route"):
+        with pytest.raises(dr.errors.ConnectionFailed, match=r"dr.spmd needs a direct route"):
             dr.spmd(mesh)(lambda: 1)()
         x = torch.ones(2, device=mesh.device)
         assert dr.lines.all_reduce(mesh.lines(), x).cpu is not None
@@ -182,7 +184,7 @@ def test_a_route_that_is_missing_is_named(
         with begin(daemon.address, islands[1].address()):
             x = torch.ones(2, device=dr.place(0, "cpu"))
             with pytest.raises(
-                dr.ConnectionFailed, match=r"there is no route from node 0 .*to node 1 .*as well"
+                dr.errors.ConnectionFailed, match=r"there is no route from node 0 .*to node 1 .*as well"
             ):
                 x.to(dr.place(1, "cpu"))
     finally:
@@ -215,7 +217,7 @@ def test_a_worker_that_dies_is_lost_and_another_one_takes_its_place(account: Acc
         x = torch.ones(2, device="remote")
         assert x.sum().item() == 2.0
         os.kill(worker().pid, signal.SIGKILL)
-        with pytest.raises(dr.NodeFailed, match=r"killed by signal 9 \(SIGKILL\)"):
+        with pytest.raises(dr.errors.NodeFailed, match=r"killed by signal 9 \(SIGKILL\)"):
             for _ in range(1000):
                 (x + 1).sum().item()
         dr.restart(0, timeout=STARTING)
@@ -240,14 +242,14 @@ def test_nothing_is_left_of_a_master_that_was_killed(account: Account, box: Mach
 def test_a_named_session_is_found_again(
     account: Account, box: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def open_it(**arguments: object) -> dr.Session:
+    def open_it(**arguments: object) -> dr.types.Session:
         return begin(box.address(), session="day", **arguments)
 
     open_it(resume="auto")
     dr.publish("x", torch.arange(3.0, device="remote"))
     pid = dr.nodes()[0].pid
     dr.detach()
-    with pytest.raises(dr.ConnectionFailed, match="there is a session 'day' already"):
+    with pytest.raises(dr.errors.ConnectionFailed, match="there is a session 'day' already"):
         open_it()
     open_it(resume="auto")
     assert dr.nodes()[0].pid == pid
@@ -256,7 +258,9 @@ def test_a_named_session_is_found_again(
     assert main(["sessions"]) == 0 and "reached by ssh" in capsys.readouterr().out
     assert main(["sessions", "--end", "day"]) == 0 and "has ended, on 1 node" in capsys.readouterr().out
     until(lambda: not account.processes())
-    with pytest.raises(dr.ConnectionFailed, match=r"ssh://gpubox: it has no worker of this session any more"):
+    with pytest.raises(
+        dr.errors.ConnectionFailed, match=r"ssh://gpubox: it has no worker of this session any more"
+    ):
         open_it(resume=True)
 
 
@@ -273,11 +277,15 @@ def fails(address: str, kind: type[Exception], text: str, **arguments: object) -
 
 def test_a_host_that_is_not_there(account: Account) -> None:
     fails(
-        "ssh://no.such.host.invalid", dr.ConnectionFailed, "ssh knows no host 'no.such.host.invalid'.*~/.ssh"
+        "ssh://no.such.host.invalid",
+        dr.errors.ConnectionFailed,
+        "ssh knows no host 'no.such.host.invalid'.*~/.ssh",
     )
     with account.config.open("a", encoding="utf-8") as file:
         file.write("Host closed\n HostName 127.0.0.1\n Port 9\n")
-    fails("ssh://closed", dr.ConnectionFailed, "ssh://closed: nobody accepts ssh there.*Is sshd running")
+    fails(
+        "ssh://closed", dr.errors.ConnectionFailed, "ssh://closed: nobody accepts ssh there.*Is sshd running"
+    )
 
 
 def test_a_host_key_that_is_unknown_or_has_changed(account: Account, box: Machine) -> None:
@@ -290,17 +298,25 @@ def test_a_host_key_that_is_unknown_or_has_changed(account: Account, box: Machin
     (account.folder / "other_known").write_text(
         f"[127.0.0.1]:{box.port} {(account.folder / 'key.pub').read_text(encoding='utf-8')}", encoding="utf-8"
     )
-    fails("ssh://unknown", dr.ConnectionFailed, "host key is not known here. Run `ssh unknown` once by hand")
-    fails("ssh://changed", dr.ConnectionFailed, "host key has changed.*ssh-keygen -R")
+    fails(
+        "ssh://unknown",
+        dr.errors.ConnectionFailed,
+        "host key is not known here. Run `ssh unknown` once by hand",
+    )
+    fails("ssh://changed", dr.errors.ConnectionFailed, "host key has changed.*ssh-keygen -R")
 
 
 def test_a_user_who_is_not_let_in(account: Account, box: Machine) -> None:
-    fails("ssh://root@gpubox", dr.ConnectionFailed, "ssh was not let in.*ssh-copy-id root@gpubox.*ssh-add")
+    fails(
+        "ssh://root@gpubox",
+        dr.errors.ConnectionFailed,
+        "ssh was not let in.*ssh-copy-id root@gpubox.*ssh-add",
+    )
 
 
 def test_no_ssh_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    fails("ssh://gpubox", dr.ConfigurationError, "no program ssh.*openssh-client")
+    fails("ssh://gpubox", dr.errors.ConfigurationError, "no program ssh.*openssh-client")
 
 
 def _pythons(account: Account) -> dict[str, tuple[str, str]]:
@@ -339,26 +355,26 @@ def _pythons(account: Account) -> dict[str, tuple[str, str]]:
 )
 def test_what_is_missing_there_is_named_with_the_remedy(account: Account, box: Machine, name: str) -> None:
     python, text = _pythons(account)[name]
-    fails(box.address(Path(python)), dr.ConfigurationError, text)
+    fails(box.address(Path(python)), dr.errors.ConfigurationError, text)
 
 
 def test_an_sshd_that_forwards_nothing(account: Account) -> None:
     strict = account.machine("strict", settings="AllowTcpForwarding no")
     # The client finds out when somebody uses the socket.
-    fails(strict.address(), dr.ConnectionFailed, "AllowTcpForwarding yes")
+    fails(strict.address(), dr.errors.ConnectionFailed, "AllowTcpForwarding yes")
 
 
 def test_a_shell_that_says_nothing(account: Account) -> None:
     mute = account.machine("mute", settings="ForceCommand cat >/dev/null")
     with pytest.raises(
-        dr.ConnectionFailed, match=r"nothing answers there within 1 s\. Try by hand: ssh mute"
+        dr.errors.ConnectionFailed, match=r"nothing answers there within 1 s\. Try by hand: ssh mute"
     ):
         dr.init_master_worker(workers=[mute.address()], timeout=1)
 
 
 def test_a_worker_that_cannot_start_says_why(box: Machine) -> None:
     with pytest.raises(
-        dr.ConnectionFailed, match=r"ended before it was ready \(exited with code 2\)(.|\n)*cuda:7"
+        dr.errors.ConnectionFailed, match=r"ended before it was ready \(exited with code 2\)(.|\n)*cuda:7"
     ):
         begin(box.address(devices="cuda:7"))
 
@@ -404,6 +420,6 @@ def test_an_environment_that_cannot_be_made(
     )
     fails(
         box.address(base, setup="auto"),
-        dr.ConfigurationError,
+        dr.errors.ConfigurationError,
         r"making an environment in .* failed \(exit code 3\): Error: the disk is full. Make .* by hand",
     )

@@ -86,7 +86,7 @@ def test_an_installation_of_many_packages_is_told() -> None:
 )
 def test_an_address_that_cannot_be_is_refused(address: str, text: str) -> None:
     dr.shutdown()
-    with pytest.raises(dr.ConfigurationError, match=text) as caught:
+    with pytest.raises(dr.errors.ConfigurationError, match=text) as caught:
         dr.init_master_worker(workers=[address])
     assert "\n" not in str(caught.value) and "secret" not in str(caught.value)
     assert caught.traceback[-1].path == Path(__file__)
@@ -94,7 +94,7 @@ def test_an_address_that_cannot_be_is_refused(address: str, text: str) -> None:
 
 def test_a_launcher_and_no_key_are_refused() -> None:
     dr.shutdown()
-    with pytest.raises(dr.ConfigurationError, match="insecure=True does not go with"):
+    with pytest.raises(dr.errors.ConfigurationError, match="insecure=True does not go with"):
         dr.init_master_worker(workers=["ssh://gpubox"], insecure=True)
 
 
@@ -141,9 +141,9 @@ def test_a_launcher_and_no_key_are_refused() -> None:
 )
 def test_what_ssh_says_becomes_one_line_with_what_to_do(said: str, text: str) -> None:
     error = explained(SshAddress.parse("ssh://gpubox:2222?threads=1"), said, 255)
-    assert isinstance(error, dr.ConnectionFailed) and "\n" not in str(error)
+    assert isinstance(error, dr.errors.ConnectionFailed) and "\n" not in str(error)
     assert str(error).startswith("ssh://gpubox:2222: ")
-    with pytest.raises(dr.ConnectionFailed, match=text):
+    with pytest.raises(dr.errors.ConnectionFailed, match=text):
         raise error
 
 

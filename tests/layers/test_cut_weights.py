@@ -18,12 +18,12 @@ from parts import numbers
 pytestmark = pytest.mark.usefixtures("twelve")
 
 nn = dr.nn
-Make = Callable[[dr.Partition], Any]
+Make = Callable[[dr.mesh.Partition], Any]
 # The inputs' partition, the layer, the serial one and the size of the inputs.
 Case = tuple[tuple[int, ...], Make, Callable[[], Any], tuple[int, ...]]
 
 
-def _cut(shape: tuple[int, ...], start: int = 5) -> dr.Partition:
+def _cut(shape: tuple[int, ...], start: int = 5) -> dr.mesh.Partition:
     return spaced(shape, start)
 
 
@@ -267,25 +267,29 @@ def test_what_does_not_fit_says_what() -> None:
     errors: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (
             lambda: nn.Linear(P, 4, 6, P_y=P_y, P_w=_cut((2, 3))),
-            dr.UsageError,
+            dr.errors.UsageError,
             r"P \(1, 2\) and P_y \(1, 3\) it is \(3, 2\), got \(2, 3\)",
         ),
-        (lambda: nn.Linear(P, 4, 6, P_w=P_w), dr.NotSupportedError, "with P_w takes P_y"),
-        (lambda: nn.Linear(P, 4, 6, P_y=P_y, P_w=3), dr.UsageError, "P_w, .* got int"),
+        (lambda: nn.Linear(P, 4, 6, P_w=P_w), dr.errors.NotSupportedError, "with P_w takes P_y"),
+        (lambda: nn.Linear(P, 4, 6, P_y=P_y, P_w=3), dr.errors.UsageError, "P_w, .* got int"),
         (
             lambda: nn.Linear(spaced((2, 2)), 4, 6, P_y=_cut((2, 3)), P_w=P_w),
-            dr.UsageError,
+            dr.errors.UsageError,
             "no dimension before 1 is cut",
         ),
         (
             lambda: nn.Conv1d(image, 4, 6, 3, P_y=_cut((2, 3, 1)), P_w=_cut((3, 2, 1), 0)),
-            dr.UsageError,
+            dr.errors.UsageError,
             "parts of space.* no dimension before 1 is cut",
         ),
-        (lambda: nn.Linear(P, 4, 6, fused=3, form="scatter"), dr.UsageError, 'fused=3 .* and form "scatter"'),
+        (
+            lambda: nn.Linear(P, 4, 6, fused=3, form="scatter"),
+            dr.errors.UsageError,
+            'fused=3 .* and form "scatter"',
+        ),
         (
             lambda: nn.Linear(P, 4, 7, fused=3, form="gather"),
-            dr.UsageError,
+            dr.errors.UsageError,
             "a multiple of 3 outputs, .* got 7",
         ),
     ]

@@ -253,7 +253,7 @@ def test_the_exchange_is_beside_the_interior_where_a_place_has_many_outputs(
     begun: list[bool] = []
     plain = exchange._beside
 
-    def noted(on: dr.Partition, beside: bool, run: Callable[[], None]) -> None:
+    def noted(on: dr.mesh.Partition, beside: bool, run: Callable[[], None]) -> None:
         begun.append(beside)
         plain(on, beside, run)
 
@@ -324,7 +324,7 @@ def test_what_does_not_depend_on_a_failed_shard_is_whole() -> None:
     assert readable(nn.MaxPool1d(on, 3, 1, 1)(xs)) == [False, False, True, True]
 
 
-def _needed(layer: torch.nn.Module, on: dr.Partition, size: tuple[int, ...]) -> list[int]:
+def _needed(layer: torch.nn.Module, on: dr.mesh.Partition, size: tuple[int, ...]) -> list[int]:
     """How many elements each place reads that it does not have, as gradients of the serial layer tell."""
     x = torch.ones(size, dtype=torch.float64, requires_grad=True)
     y = layer(x)

@@ -58,7 +58,9 @@ ELEMENTS: dict[str, tuple[str, dict[str, Any], Make, Make]] = {
 }
 
 
-def assert_as_serial(theirs: Any, ours: Any, on: dr.Partition, x: torch.Tensor, target: torch.Tensor) -> None:
+def assert_as_serial(
+    theirs: Any, ours: Any, on: dr.mesh.Partition, x: torch.Tensor, target: torch.Tensor
+) -> None:
     """Compare the loss and the gradient of the inputs, which may be repeated along what `on` cuts."""
     here, there = (x.clone().requires_grad_() for _ in range(2))
     expected = theirs(here, target)
@@ -165,11 +167,11 @@ def test_weights_and_targets_may_be_cut_in_another_way() -> None:
     expected = torch.nn.functional.binary_cross_entropy_with_logits(x, target, weight)
     torch.testing.assert_close(loss(here, there).cpu(), expected)
     assert list(loss.state_dict()) == list(torch.nn.BCEWithLogitsLoss(weight=weight).state_dict())
-    with pytest.raises(dr.UsageError, match=r"the target of the shard on .* is \(1,\), .* got \(3,\)"):
+    with pytest.raises(dr.errors.UsageError, match=r"the target of the shard on .* is \(1,\), .* got \(3,\)"):
         loss(here, on.scatter(target))
-    with pytest.raises(dr.UsageError, match=r"weight must fit the inputs, \(5,\), .* it is \(4,\)"):
+    with pytest.raises(dr.errors.UsageError, match=r"weight must fit the inputs, \(5,\), .* it is \(4,\)"):
         nn.BCELoss(on, weight=weight[:4])(on.scatter(target), target)
-    with pytest.raises(dr.UsageError, match='"none", "mean" or "sum", got \'batchmean\''):
+    with pytest.raises(dr.errors.UsageError, match='"none", "mean" or "sum", got \'batchmean\''):
         nn.L1Loss(on, "batchmean")
-    with pytest.raises(dr.UsageError, match=r"target of these inputs is \(5,\), got \(3,\)"):
+    with pytest.raises(dr.errors.UsageError, match=r"target of these inputs is \(5,\), got \(3,\)"):
         nn.MSELoss(on)(here, torch.ones(3))

@@ -16,6 +16,6 @@ def test_borders_travel_to_a_worker_that_was_replaced(fresh_session: Callable[..
     for again in (False, True):
         if again:
             dr.restart(1, force=True)
-        on = dr.Partition([0, 1], (1, 1, 2))
+        on = dr.mesh.Partition([0, 1], (1, 1, 2))
         pool = dr.nn.MaxPool1d(on, 3, 1, 1)
         assert torch.equal(on.gather(pool(on.scatter(x))), torch.nn.MaxPool1d(3, 1, 1)(x))

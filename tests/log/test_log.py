@@ -197,5 +197,5 @@ def test_a_segment_that_is_missing_ends_the_session(fresh_session: Callable[...,
     x = torch.ones(3, device="remote")
     dr.synchronize()
     node.outlet.seq += 1
-    with pytest.raises(dr.NodeFailed, match=r"segment \d+ came after \d+"):
+    with pytest.raises(dr.errors.NodeFailed, match=r"segment \d+ came after \d+"):
         dr.fetch(x + 1, timeout=60)

@@ -68,7 +68,7 @@ def test_a_value_that_is_let_go_of_beside_a_mesh_is_there_for_an_earlier_read(me
 def test_copies_and_collectives_of_threads_beside_a_meshs_collectives_do_not_wait_for_each_other(
     mesh: Any,
 ) -> None:
-    group, times = dr.new_group([0, 1]), 400
+    group, times = dr.distributed.new_group([0, 1]), 400
     failures: list[str] = []
 
     def copies() -> None:
@@ -85,7 +85,7 @@ def test_copies_and_collectives_of_threads_beside_a_meshs_collectives_do_not_wai
                 a = torch.ones(3, device="remote")
             with dr.on(1):
                 b = torch.ones(3, device="remote")
-            dr.all_reduce([a, b], group=group)
+            dr.distributed.all_reduce([a, b], group=group)
             if k % 20 == 0:
                 assert a.tolist() == b.tolist() == [2, 2, 2]
 

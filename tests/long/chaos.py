@@ -153,10 +153,10 @@ def _attempt(ckpt: Any, *settings: Any) -> dict[str, Any]:
     except (
         OSError
     ) as error:  # what a worker without descriptors answers; the training may go on from its checkpoint
-        if error.errno not in (errno.EMFILE, errno.ENFILE) or isinstance(error, dr.ConnectionFailed):
+        if error.errno not in (errno.EMFILE, errno.ENFILE) or isinstance(error, dr.errors.ConnectionFailed):
             raise
         _say(f"no descriptors: {str(error).partition(chr(10))[0]}")
-        raise dr.ConnectionFailed("a worker had no descriptors left") from error
+        raise dr.errors.ConnectionFailed("a worker had no descriptors left") from error
 
 
 def master() -> None:

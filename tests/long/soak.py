@@ -115,9 +115,9 @@ class Soak:
             event = side.record_event()
         event.wait(dr.default_stream(0, "cpu"))
         assert total.item() == 1
-        group = dr.new_group([0, 1])
+        group = dr.distributed.new_group([0, 1])
         parts = [torch.ones(1000, device=one), torch.ones(1000, device=two)]
-        dr.all_reduce(parts, group=group)
+        dr.distributed.all_reduce(parts, group=group)
         assert all(part.sum().item() == 2000 for part in parts)
         group.close()
         try:

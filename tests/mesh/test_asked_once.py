@@ -22,6 +22,6 @@ def test_attention_in_double_is_asked_about_once(fresh_session: Any, on: str) ->
     for _ in range(6):
         torch.testing.assert_close(dr.fetch(program(x)), expected)
     assert program.replays > 0, program.why
-    waits = len(dr.stalls())
+    waits = len(dr.profiler.stalls())
     attend(x, x, x, is_causal=True)
-    assert len(dr.stalls()) == waits
+    assert len(dr.profiler.stalls()) == waits

@@ -115,15 +115,15 @@ def test_what_is_refused(two_workers: None) -> None:
     mesh = make("2")
     lines = mesh.lines()
     q, odd, wide = (torch.randn(1, 2, *shape).to(mesh.device) for shape in ((4, 6), (3, 6), (4, 5)))
-    with pytest.raises(dr.UsageError, match=r"\(\.\.\., heads, positions, features\), got"):
+    with pytest.raises(dr.errors.UsageError, match=r"\(\.\.\., heads, positions, features\), got"):
         dr.lines.attention(lines, q, wide, wide)
-    with pytest.raises(dr.UsageError, match="as many keys as queries"):
+    with pytest.raises(dr.errors.UsageError, match="as many keys as queries"):
         dr.lines.attention(lines, q, odd, odd, is_causal=True)
-    with pytest.raises(dr.UsageError, match="3 positions are odd"):
+    with pytest.raises(dr.errors.UsageError, match="3 positions are odd"):
         dr.lines.attention(lines, odd, odd, odd, is_causal=True, balanced=True)
-    with pytest.raises(dr.UsageError, match="2 heads of queries and 1 of keys"):
+    with pytest.raises(dr.errors.UsageError, match="2 heads of queries and 1 of keys"):
         dr.lines.attention(lines, q, q[:, :1], q[:, :1])
-    with pytest.raises(dr.PlacementError):
+    with pytest.raises(dr.errors.PlacementError):
         dr.lines.attention(lines, q, torch.randn(1, 2, 4, 6), q)
 
 
@@ -210,15 +210,15 @@ def test_torchs_plan_for_a_module(two_workers: None, balanced: bool, causal: boo
 def test_what_context_parallel_refuses(two_workers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = make("2")
     x = torch.randn(1, 2, 8, 4)
-    with pytest.raises(dr.PlacementError, match=r"cuts its buffers in place.*\n?.* is on cpu"):
+    with pytest.raises(dr.errors.PlacementError, match=r"cuts its buffers in place.*\n?.* is on cpu"):
         with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
             pass
     there = x.to(mesh.device)
     with context_parallel(mesh, buffers=[there], buffer_seq_dims=[2]):
-        with pytest.raises(dr.NotSupportedError, match=r"no mask and no dropout, got dropout_p=0\.5"):
+        with pytest.raises(dr.errors.NotSupportedError, match=r"no mask and no dropout, got dropout_p=0\.5"):
             F.scaled_dot_product_attention(there, there, there, dropout_p=0.5, is_causal=True)
     # A later torch may have moved what decides; each part alone would be a wrong value.
-    with monkeypatch.context() as patch, pytest.raises(dr.NotSupportedError, match="not the one"):
+    with monkeypatch.context() as patch, pytest.raises(dr.errors.NotSupportedError, match="not the one"):
         patch.delattr(_attention, "_sdpa_handler")
         context_parallel(mesh, buffers=[there], buffer_seq_dims=[2])
     # Elsewhere torch's own function is as it was.

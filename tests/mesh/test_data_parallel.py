@@ -11,7 +11,7 @@ from torch import nn
 import distruntime as dr
 
 SAID = (
-    r'dr.init_device_mesh\("cpu", \(2,\)\).*dr.DataParallel\(model, mesh\)'
+    r'dr.init_device_mesh\("cpu", \(2,\)\).*dr.parallel.DataParallel\(model, mesh\)'
     ".*DistributedDataParallel.*dr.from_shards"
 )
 
@@ -25,16 +25,16 @@ def two_workers() -> Iterator[None]:
 
 
 def test_of_several_workers_it_would_use_one(two_workers: None) -> None:
-    with pytest.raises(dr.NotSupportedError, match=SAID):
+    with pytest.raises(dr.errors.NotSupportedError, match=SAID):
         nn.DataParallel(nn.Linear(4, 2).to("remote"))
     # Most scripts wrap the module first.
     parallel = nn.DataParallel(nn.Linear(4, 2))
     assert parallel(torch.ones(3, 4)).shape == (3, 2)
     parallel.to("remote")
-    with pytest.raises(dr.NotSupportedError, match=SAID):
+    with pytest.raises(dr.errors.NotSupportedError, match=SAID):
         parallel(torch.ones(3, 4, device="remote"))
     mesh = dr.init_device_mesh("cpu", (2,))
-    with pytest.raises(dr.NotSupportedError, match=SAID):
+    with pytest.raises(dr.errors.NotSupportedError, match=SAID):
         nn.DataParallel(nn.Linear(4, 2).to(mesh.device))
     alone = nn.DataParallel(nn.Linear(4, 2).to("remote"), device_ids=[0])
     assert alone(torch.ones(3, 4, device="remote")).shape == (3, 2)

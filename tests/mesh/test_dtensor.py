@@ -39,7 +39,7 @@ X = torch.arange(128.0).reshape(8, 16) / 9 - 3
 LAYOUTS = [Replicate(), Shard(0), Shard(1)]
 
 
-def laid_out(mesh: dr.DeviceMesh, layout: tuple[object, ...]) -> DTensor:
+def laid_out(mesh: dr.mesh.DeviceMesh, layout: tuple[object, ...]) -> DTensor:
     """Return a DTensor whose whole is X; of a partial one each member has its share."""
     kept = [Replicate() if isinstance(p, Partial) else p for p in layout]
     local = distribute_tensor(X.to(mesh.device), mesh, kept).to_local()  # type: ignore[arg-type]
@@ -49,14 +49,14 @@ def laid_out(mesh: dr.DeviceMesh, layout: tuple[object, ...]) -> DTensor:
     return DTensor.from_local(local, mesh, layout, run_check=False)  # type: ignore[arg-type]
 
 
-def test_every_layout_and_back(mesh: dr.DeviceMesh) -> None:
+def test_every_layout_and_back(mesh: dr.mesh.DeviceMesh) -> None:
     for layout in itertools.product(LAYOUTS, repeat=mesh.ndim):
         same(distribute_tensor(X.to(mesh.device), mesh, layout), X)
         same(distribute_tensor(X.to(mesh.device), mesh, layout, src_data_rank=None), X)
     same(distribute_tensor(X, mesh, [Shard(0)] * mesh.ndim), X)
 
 
-def test_every_redistribution(mesh: dr.DeviceMesh) -> None:
+def test_every_redistribution(mesh: dr.mesh.DeviceMesh) -> None:
     sources = itertools.product([*LAYOUTS, Partial()], repeat=mesh.ndim)
     for source in sources if mesh.ndim == 1 else itertools.islice(sources, 0, None, 2):
         given = laid_out(mesh, source)
@@ -68,13 +68,13 @@ def test_every_redistribution(mesh: dr.DeviceMesh) -> None:
                     assert found.to_local().shape[p.dim] == X.shape[p.dim] // mesh.size(dim)
 
 
-def test_each_member_has_the_part_that_is_its_own(mesh: dr.DeviceMesh) -> None:
+def test_each_member_has_the_part_that_is_its_own(mesh: dr.mesh.DeviceMesh) -> None:
     parts = dr.shards(distribute_tensor(X.to(mesh.device), mesh, [Shard(0)] * mesh.ndim).to_local())  # type: ignore[arg-type]
     for part, wanted in zip(parts, X.chunk(mesh.size())):
         assert torch.equal(part, wanted)
 
 
-def test_rows_by_a_lone_index(mesh: dr.DeviceMesh) -> None:
+def test_rows_by_a_lone_index(mesh: dr.mesh.DeviceMesh) -> None:
     """torch indexes by the mask of what is other members', and of one number it reads the mask here, for all
     members.
     """
@@ -100,7 +100,7 @@ def test_masks_that_differ_on_one_member_alone_are_no_shared_mask(two_workers: N
     same(first, torch.tensor([[4.0, 5.0], [6.0, 7.0]]))
 
 
-def test_equal_is_equal_on_all_members(mesh: dr.DeviceMesh) -> None:
+def test_equal_is_equal_on_all_members(mesh: dr.mesh.DeviceMesh) -> None:
     changed = X.clone()
     changed[-1, -1] = 0
     for layout in itertools.product([*LAYOUTS, Partial()], repeat=mesh.ndim):
@@ -114,7 +114,7 @@ def test_equal_is_equal_on_all_members(mesh: dr.DeviceMesh) -> None:
     )
 
 
-def test_where_the_largest_is(mesh: dr.DeviceMesh) -> None:
+def test_where_the_largest_is(mesh: dr.mesh.DeviceMesh) -> None:
     mixed = torch.sin(X * 7)
     for layout in itertools.product(LAYOUTS, repeat=mesh.ndim):
         t = distribute_tensor(mixed.to(mesh.device), mesh, layout)
@@ -124,7 +124,7 @@ def test_where_the_largest_is(mesh: dr.DeviceMesh) -> None:
             same(t.argmin(dim, keepdim=True), mixed.argmin(dim, keepdim=True))
 
 
-def test_gradients_of_redistributions(mesh: dr.DeviceMesh) -> None:
+def test_gradients_of_redistributions(mesh: dr.mesh.DeviceMesh) -> None:
     for source, target in ((Shard(0), Replicate()), (Replicate(), Shard(1)), (Shard(0), Shard(1))):
         t = distribute_tensor(X.to(mesh.device), mesh, [source] * mesh.ndim).requires_grad_()
         (t.redistribute(mesh, [target] * mesh.ndim) ** 2).sum().backward()
@@ -159,7 +159,7 @@ def test_operators_on_shards(two_workers: None, name: str) -> None:
     same(operator(distribute_tensor(X.to(mesh.device), mesh, [Shard(0)])), operator(X))
 
 
-def test_factories_and_metadata(mesh: dr.DeviceMesh) -> None:
+def test_factories_and_metadata(mesh: dr.mesh.DeviceMesh) -> None:
     shard = [Shard(0)] * mesh.ndim
     same(ones(8, 16, device_mesh=mesh, placements=shard), torch.ones(8, 16))
     same(zeros(8, 16, device_mesh=mesh, placements=shard), torch.zeros(8, 16))
@@ -172,13 +172,15 @@ def test_factories_and_metadata(mesh: dr.DeviceMesh) -> None:
 def test_tensors_that_are_not_on_the_mesh_are_refused(two_workers: None) -> None:
     mesh = make("2")
     with pytest.raises(
-        dr.PlacementError, match=r"a DTensor on 2 members on nodes 0, 1 .* lives on node 0 .*dr.from_shards"
+        dr.errors.PlacementError,
+        match=r"a DTensor on 2 members on nodes 0, 1 .* lives on node 0 .*dr.from_shards",
     ):
         DTensor.from_local(torch.ones(2, device="remote"), mesh, [Shard(0)], run_check=False)
-    with pytest.raises(dr.UsageError, match=r"lives on node 0 .*x.to\(mesh.device\)"):
+    with pytest.raises(dr.errors.UsageError, match=r"lives on node 0 .*x.to\(mesh.device\)"):
         distribute_tensor(torch.ones(2, device="remote"), mesh, [Shard(0)])
     with pytest.raises(
-        dr.UsageError, match=r"of no mesh of distruntime's: make the mesh by distruntime.init_device_mesh"
+        dr.errors.UsageError,
+        match=r"of no mesh of distruntime's: make the mesh by distruntime.init_device_mesh",
     ):
         distribute_tensor(torch.ones(2), torch.distributed.init_device_mesh("remote", (2,)), [Shard(0)])
 
@@ -222,7 +224,7 @@ def test_a_dtensor_beside_what_is_none(two_workers: None) -> None:
 def test_the_first_members_shard_is_not_taken_for_all(two_workers: None) -> None:
     mesh = make("2")
     here = distribute_tensor(X.to(mesh.device), mesh, [Shard(0)]).cpu()
-    with pytest.raises(dr.UsageError, match="is a local tensor"):
+    with pytest.raises(dr.errors.UsageError, match="is a local tensor"):
         here.full_tensor()
 
 
@@ -230,11 +232,11 @@ def test_two_meshes_do_not_mix(two_workers: None) -> None:
     one, other = make("2"), dr.init_device_mesh("cuda", (2,), mesh_dim_names=("tp",))
     assert one != other and hash(one) == hash(make("2")) and one == make("2")
     a, b = (distribute_tensor(X.to(m.device), m, [Shard(0)]) for m in (one, other))
-    with pytest.raises((RuntimeError, ValueError, dr.PlacementError)):
+    with pytest.raises((RuntimeError, ValueError, dr.errors.PlacementError)):
         a + b
 
 
-def test_what_is_drawn_behind_a_dtensor_is_something_else(mesh: dr.DeviceMesh) -> None:
+def test_what_is_drawn_behind_a_dtensor_is_something_else(mesh: dr.mesh.DeviceMesh) -> None:
     cut = drawn(8, 4, device_mesh=mesh, placements=[Shard(0)] * mesh.ndim).to_local()
     plain = torch.randn(cut.shape, device=mesh.device)
     for before, after in itertools.product(dr.shards(cut), dr.shards(plain)):
@@ -274,7 +276,7 @@ def test_a_rank_is_no_one_number(two_workers: None) -> None:
     rank = mesh.get_local_rank("tp")
     for ask in (lambda: bool(rank == 0), lambda: bool(rank < 1), lambda: int(rank), lambda: bool(rank)):
         with pytest.raises(
-            dr.UsageError,
+            dr.errors.UsageError,
             match=r"differs from member to member \(member 0: 0, member 1: 1, .*mesh.coordinate\(dim\)",
         ):
             ask()
@@ -314,7 +316,7 @@ def test_models_of_dtensors_are_copied_on_their_mesh(two_workers: None) -> None:
             p.zero_()
     same(again(X.to(mesh.device)), MLP()(X))
     assert again[0].weight.device_mesh is mesh and copy.deepcopy(mesh) is mesh
-    with pytest.raises(dr.NotSupportedError, match=r"cannot be pickled.*dr.fetch"):
+    with pytest.raises(dr.errors.NotSupportedError, match=r"cannot be pickled.*dr.fetch"):
         pickle.dumps(mesh)
 
 
@@ -432,15 +434,15 @@ def test_functions_of_local_shards(two_workers: None) -> None:
 def test_modules_laid_out_by_a_function(two_workers: None) -> None:
     mesh = make("2")
 
-    def cut(name: str, module: nn.Module, mesh: dr.DeviceMesh) -> None:
+    def cut(name: str, module: nn.Module, mesh: dr.mesh.DeviceMesh) -> None:
         if isinstance(module, nn.Linear):
             for key, p in module.named_parameters():
                 module.register_parameter(key, nn.Parameter(distribute_tensor(p, mesh, [Shard(0)])))
 
-    def take(module: nn.Module, inputs: tuple[torch.Tensor], mesh: dr.DeviceMesh) -> DTensor:
+    def take(module: nn.Module, inputs: tuple[torch.Tensor], mesh: dr.mesh.DeviceMesh) -> DTensor:
         return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
 
-    def give(module: nn.Module, output: DTensor, mesh: dr.DeviceMesh) -> torch.Tensor:
+    def give(module: nn.Module, output: DTensor, mesh: dr.mesh.DeviceMesh) -> torch.Tensor:
         return output.full_tensor()
 
     serial = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))

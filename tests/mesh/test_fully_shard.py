@@ -41,7 +41,7 @@ with warnings.catch_warnings():
 __all__ = ["two_workers"]
 
 
-def batches(mesh: dr.DeviceMesh, step: int, whole: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def batches(mesh: dr.mesh.DeviceMesh, step: int, whole: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return a tensor with different data on each member (of the first dimension, unless `whole`), and the
     parts, one of each.
     """
@@ -55,7 +55,7 @@ def batches(mesh: dr.DeviceMesh, step: int, whole: bool) -> tuple[torch.Tensor, 
 
 
 def train(
-    mesh: dr.DeviceMesh,
+    mesh: dr.mesh.DeviceMesh,
     sharded: nn.Module,
     serial: nn.Module,
     whole: bool = True,
@@ -77,7 +77,7 @@ def train(
     same_parameters(sharded, serial)
 
 
-def sharded(model: nn.Module, mesh: dr.DeviceMesh, **options: Any) -> nn.Module:
+def sharded(model: nn.Module, mesh: dr.mesh.DeviceMesh, **options: Any) -> nn.Module:
     for part in (model[0], model[2], model):  # type: ignore[index]
         fully_shard(part, mesh=mesh, **options)
     return model
@@ -201,7 +201,7 @@ def test_what_both_dimensions_cut_is_laid_out_anew_for_each_member(two_workers: 
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     sharded(model, mesh["dp"])
     for p, q in zip(model.parameters(), serial.parameters()):
-        assert isinstance(p, DTensor) and isinstance(p.device_mesh, dr.DeviceMesh)
+        assert isinstance(p, DTensor) and isinstance(p.device_mesh, dr.mesh.DeviceMesh)
         given, rows = torch.randn(q.shape), [Shard(0), Shard(0)]
         other = distribute_tensor(given, p.device_mesh, rows)
         same(p.detach().redistribute(placements=rows), q.detach())
@@ -288,13 +288,15 @@ def test_a_model_that_is_made_without_memory(two_workers: None, shape: str) -> N
 
 def test_what_there_is_not(two_workers: None) -> None:
     mesh = make("2")
-    with pytest.raises(dr.NotSupportedError, match="use fully_shard"):
+    with pytest.raises(dr.errors.NotSupportedError, match="use fully_shard"):
         FullyShardedDataParallel(copied(MLP(), mesh), device_mesh=mesh)
-    with pytest.raises(dr.UsageError, match=r"which mesh: fully_shard\(module, mesh=mesh\)"):
+    with pytest.raises(dr.errors.UsageError, match=r"which mesh: fully_shard\(module, mesh=mesh\)"):
         fully_shard(copied(MLP(), mesh))
-    with pytest.raises(dr.UsageError, match=r"'0.weight' is in this process: module.to\(mesh.device\) first"):
+    with pytest.raises(
+        dr.errors.UsageError, match=r"'0.weight' is in this process: module.to\(mesh.device\) first"
+    ):
         fully_shard(MLP(), mesh=mesh)
-    with pytest.raises(dr.NotSupportedError, match="CPUOffloadPolicy"):
+    with pytest.raises(dr.errors.NotSupportedError, match="CPUOffloadPolicy"):
         fully_shard(copied(MLP(), mesh), mesh=mesh, offload_policy=CPUOffloadPolicy())
     kept = copied(MLP(), mesh)
     kept.register_parameter("here", nn.Parameter(torch.ones(1)))

@@ -20,7 +20,7 @@ from distruntime.mesh.each_member import run_for_each
 from distruntime.wire.messages import AskStatus
 from processes import blocked, slots, stop, until
 
-Mesh = dr.DeviceMesh
+Mesh = dr.mesh.DeviceMesh
 
 
 @pytest.fixture(scope="module", params=["a member a worker", "two a worker"])
@@ -180,25 +180,25 @@ def test_slices_have_the_members_and_combine(mesh: Mesh) -> None:
 
 def test_operands_of_other_members_are_refused(mesh: Mesh) -> None:
     x, part = torch.ones(2, device=mesh.device), mesh.select(dp=0)
-    with pytest.raises(dr.PlacementError) as caught:
+    with pytest.raises(dr.errors.PlacementError) as caught:
         x + torch.ones(2, device=part.device)
     assert "`self`" in str(caught.value) and f"only `self` is on {mesh.places[mesh.size('tp')]}" in str(
         caught.value
     )
     with (
         dr.on(mesh.places[0]),
-        pytest.raises(dr.PlacementError, match=r"other.to\(self.device\).*self.member\(k\)"),
+        pytest.raises(dr.errors.PlacementError, match=r"other.to\(self.device\).*self.member\(k\)"),
     ):
         x + torch.ones(2)
-    with pytest.raises(dr.PlacementError, match=r"x.member\(k\)"):
+    with pytest.raises(dr.errors.PlacementError, match=r"x.member\(k\)"):
         x.to(dr.place(0))
     with pytest.raises(
-        dr.PlacementError, match=r"does not fit 1 member on|does not fit 2 members on"
+        dr.errors.PlacementError, match=r"does not fit 1 member on|does not fit 2 members on"
     ) as caught:
         x.to(part.device)
     assert "dr.from_shards([x.member(k), ...], mesh)" in str(caught.value)
     with pytest.raises(
-        dr.PlacementError,
+        dr.errors.PlacementError,
         match=r"`other` \(2,\) is a local tensor on cpu, "
         r"the other operands live on \d members on nodes 0, 1\n",
     ):
@@ -225,54 +225,56 @@ def test_a_mistake_shows_the_callers_lines_alone(mesh: Mesh, mistake: Callable[[
 
 def test_bad_meshes_and_shards(mesh: Mesh) -> None:
     with pytest.raises(
-        dr.PlacementError,
+        dr.errors.PlacementError,
         match=r"has 64 members, and this session has 2 cpu devices on 2 nodes: make it smaller, or",
     ):
         dr.init_device_mesh("cpu", (64,))
     assert dr.init_device_mesh("cpu", [("a", 4 / 2)]).shape == (2,)
-    with pytest.raises(dr.UsageError, match=r"sizes above 0.*1\.5"):
+    with pytest.raises(dr.errors.UsageError, match=r"sizes above 0.*1\.5"):
         dr.init_device_mesh("cpu", (1.5, 2))
-    with pytest.raises(dr.UsageError, match="sizes above 0"):
+    with pytest.raises(dr.errors.UsageError, match="sizes above 0"):
         dr.init_device_mesh("cpu", (0,))
-    with pytest.raises(dr.UsageError, match=r"sizes above 0.*got 2"):
+    with pytest.raises(dr.errors.UsageError, match=r"sizes above 0.*got 2"):
         dr.init_device_mesh("cpu", 2)  # type: ignore[arg-type]
-    with pytest.raises(dr.UsageError, match="as many names"):
+    with pytest.raises(dr.errors.UsageError, match="as many names"):
         dr.init_device_mesh("cpu", (2,), mesh_dim_names=("a", "b"))
-    with pytest.raises(dr.UsageError, match="no dimension 'ep': it has dp, tp"):
+    with pytest.raises(dr.errors.UsageError, match="no dimension 'ep': it has dp, tp"):
         mesh["ep"]
-    with pytest.raises(dr.UsageError, match=r"names of dimensions, got 0; .* mesh.places"):
+    with pytest.raises(dr.errors.UsageError, match=r"names of dimensions, got 0; .* mesh.places"):
         mesh[0]  # type: ignore[index]
-    with pytest.raises(dr.UsageError, match="dimension 'dp' has coordinates 0 to 1, got 2"):
+    with pytest.raises(dr.errors.UsageError, match="dimension 'dp' has coordinates 0 to 1, got 2"):
         mesh.select(dp=2)
-    with pytest.raises(dr.UsageError, match=r"a group is made of a list.*those of a mesh are mesh.places"):
-        dr.new_group(mesh)  # type: ignore[arg-type]
-    with pytest.raises(dr.UsageError, match=r"takes the mesh itself.*got device"):
+    with pytest.raises(
+        dr.errors.UsageError, match=r"a group is made of a list.*those of a mesh are mesh.places"
+    ):
+        dr.distributed.new_group(mesh)  # type: ignore[arg-type]
+    with pytest.raises(dr.errors.UsageError, match=r"takes the mesh itself.*got device"):
         dr.from_shards([torch.ones(1)] * mesh.size(), mesh.device)  # type: ignore[arg-type]
     x = torch.ones(1, device=mesh.device)
     with pytest.raises(
-        dr.PlacementError, match=r"shard 0 lives on \d members on nodes 0, 1, .*t.member\(0\)"
+        dr.errors.PlacementError, match=r"shard 0 lives on \d members on nodes 0, 1, .*t.member\(0\)"
     ):
         dr.from_shards([x] * mesh.size(), mesh)
-    with pytest.raises(dr.UsageError, match=r"got a local Tensor: x.to\(mesh.device\)"):
+    with pytest.raises(dr.errors.UsageError, match=r"got a local Tensor: x.to\(mesh.device\)"):
         dr.shards(torch.ones(1))
     with pytest.raises(IndexError, match=rf"members 0 to {mesh.size() - 1}, got {mesh.size()}"):
         x.member(mesh.size())  # type: ignore[attr-defined]
-    with pytest.raises(dr.UsageError, match=f"one tensor for each of the {mesh.size()} members"):
+    with pytest.raises(dr.errors.UsageError, match=f"one tensor for each of the {mesh.size()} members"):
         dr.from_shards([torch.ones(1)], mesh)
     uneven = [torch.ones(2) if k else torch.ones(3, 1) for k in range(mesh.size())]
-    with pytest.raises(dr.UsageError, match=r"shard 0 is \(3, 1\) torch.float32, shard 1 is \(2,\)"):
+    with pytest.raises(dr.errors.UsageError, match=r"shard 0 is \(3, 1\) torch.float32, shard 1 is \(2,\)"):
         dr.from_shards(uneven, mesh)
     mixed = [torch.ones(2, dtype=torch.float64 if k else torch.float32) for k in range(mesh.size())]
     with pytest.raises(
-        dr.UsageError, match=r"shard 0 is \(2,\) torch.float32, shard 1 is \(2,\) torch.float64"
+        dr.errors.UsageError, match=r"shard 0 is \(2,\) torch.float32, shard 1 is \(2,\) torch.float64"
     ):
         dr.from_shards(mixed, mesh)
     with (
         dr.on(mesh.places[0]),
-        pytest.raises(dr.PlacementError, match=r"shard 1 lives on .*t.to\(dr.place\(\d, 'c"),
+        pytest.raises(dr.errors.PlacementError, match=r"shard 1 lives on .*t.to\(dr.place\(\d, 'c"),
     ):
         dr.from_shards([torch.ones(1) for _ in range(mesh.size())], mesh)
-    with pytest.raises(dr.UsageError, match="tensors on a mesh"):
+    with pytest.raises(dr.errors.UsageError, match="tensors on a mesh"):
         torch.ones(1, device="remote").member(0)  # type: ignore[attr-defined]
 
 
@@ -393,7 +395,7 @@ def test_gradients_of_what_is_sent_to_all_are_the_first_members(mesh: Mesh) -> N
     same(sent.grad, torch.full((2,), 5.0))
     with dr.on(mesh.places[0]):
         single = torch.ones(2, requires_grad=True)
-    with pytest.raises(dr.PlacementError, match="have a shard each"):
+    with pytest.raises(dr.errors.PlacementError, match="have a shard each"):
         single.to(mesh.device).sum().backward()
 
 
@@ -435,7 +437,7 @@ def test_a_cancelled_stream_of_a_mesh_names_its_operands_and_does_not_print_them
         with dr.stream(s):
             y = x @ x
         s.cancel()
-    with pytest.raises(dr.StreamCancelled) as caught:
+    with pytest.raises(dr.errors.StreamCancelled) as caught:
         y.tolist()
     said = str(caught.value)
     del caught
@@ -444,7 +446,7 @@ def test_a_cancelled_stream_of_a_mesh_names_its_operands_and_does_not_print_them
     )
     same(x[:1, :1] + 1, torch.full((1, 1), 2.0))
     for node in (0, 1):
-        with contextlib.suppress(dr.StreamCancelled):
+        with contextlib.suppress(dr.errors.StreamCancelled):
             dr.synchronize(node)
 
 
@@ -494,15 +496,15 @@ def test_a_lost_member(fresh_session: Callable[..., Any]) -> None:
     session.workers[1].terminate()
     until(lambda: session.nodes[1].failed)
     with pytest.raises(
-        dr.NodeFailed,
+        dr.errors.NodeFailed,
         match=r"the mesh of 2 members on nodes 0, 1 has lost a member: node 1.*dr.init_device_mesh",
     ) as caught:
         x + 1
     del caught
-    with pytest.raises(dr.PlacementError, match=r"1 cpu device on 1 node \(1 lost\)"):
+    with pytest.raises(dr.errors.PlacementError, match=r"1 cpu device on 1 node \(1 lost\)"):
         dr.init_device_mesh("cpu", (2,))
     assert x.member(0).tolist() == [1.0, 1.0]
-    with pytest.raises(dr.NodeFailed, match="node 1"):
+    with pytest.raises(dr.errors.NodeFailed, match="node 1"):
         x.member(1)
     del x, unsent
     until(lambda: slots(0) == before)  # what is left is freed, too
@@ -541,10 +543,10 @@ def test_a_member_lost_in_the_middle_of_a_step(fresh_session: Callable[..., Any]
     loss.backward()
     until(lambda: session.value(session.ask(session.nodes[0], AskStatus))[1] is not None)  # it has begun
     os.kill(session.workers[1].pid, signal.SIGKILL)
-    with pytest.raises(dr.NodeFailed, match=r"node 1 .*killed by signal 9"):
+    with pytest.raises(dr.errors.NodeFailed, match=r"node 1 .*killed by signal 9"):
         loss.item()
     until(lambda: session.nodes[1].failed)
-    with pytest.raises(dr.NodeFailed, match="the mesh of 2 members on nodes 0, 1 has lost a member"):
+    with pytest.raises(dr.errors.NodeFailed, match="the mesh of 2 members on nodes 0, 1 has lost a member"):
         model(x)
     part: Any = model.weight._local_tensor  # `to_local` would be an operation of all members
     left = dr.init_device_mesh("cpu", (1,))
@@ -564,7 +566,7 @@ def test_seeds_that_differ_along_some_dimensions(fresh_session: Any) -> None:
         mesh.manual_seed(7, distinct=distinct)
         expected = [torch.rand(3, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
         assert all(map(torch.equal, dr.shards(torch.rand(3, device=mesh.device)), expected))
-    with pytest.raises(dr.UsageError, match=r"no dimension .pp"):
+    with pytest.raises(dr.errors.UsageError, match=r"no dimension .pp"):
         mesh.manual_seed(7, distinct="pp")
 
 
@@ -593,7 +595,7 @@ def test_random_numbers_alike_or_distinct(mesh: Mesh) -> None:
 
 def test_a_layout_gives_a_mesh_its_groups(fresh_session: Callable[..., Any]) -> None:
     fresh_session(world_size=2, simulate_cuda=4)
-    layout = dr.Layout([("data", 2), ("pipe", 2), ("tensor", 2)], world=8)
+    layout = dr.mesh.Layout([("data", 2), ("pipe", 2), ("tensor", 2)], world=8)
     mesh = dr.init_device_mesh("cuda", layout)
     assert mesh.shape == (2, 2, 2) and mesh.mesh_dim_names == ("data", "pipe", "tensor")
     for mode in ("data", "pipe", "tensor", "model"):
@@ -613,9 +615,9 @@ def test_a_mesh_of_places(mesh: Mesh) -> None:
     assert last_first.places == (mesh.places[-1], mesh.places[0])
     with last_first:
         assert [s.item() for s in dr.shards(last_first.coordinate() + torch.zeros(()))] == [0.0, 1.0]
-    with pytest.raises(dr.UsageError, match="given twice: each member of a mesh is another place"):
+    with pytest.raises(dr.errors.UsageError, match="given twice: each member of a mesh is another place"):
         dr.init_device_mesh([0, 0], (2,))
-    with pytest.raises(dr.UsageError, match="has 2 members, got 1 places"):
+    with pytest.raises(dr.errors.UsageError, match="has 2 members, got 1 places"):
         dr.init_device_mesh([0], (2,))
 
 
@@ -712,5 +714,5 @@ def test_out_takes_the_sizes_that_only_the_members_know(mesh: Mesh) -> None:
 
 def test_a_member_is_not_recorded(mesh: Mesh) -> None:
     x = torch.ones(3, device=mesh.device)
-    with pytest.raises(dr.NotSupportedError, match="take the member outside"):
+    with pytest.raises(dr.errors.NotSupportedError, match="take the member outside"):
         make_fx(lambda t: t.member(0) * 2)(x)

@@ -17,7 +17,7 @@ from meshes import two_workers
 from processes import blocked, stopped
 
 __all__ = ["two_workers"]
-Mesh = dr.DeviceMesh
+Mesh = dr.mesh.DeviceMesh
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -47,7 +47,7 @@ def found(t: torch.Tensor) -> list[list[float] | str]:
     for k in range(len(t.place.members)):  # type: ignore[attr-defined]
         try:
             values.append(t.member(k).tolist())  # type: ignore[attr-defined]
-        except (IndexError, dr.StreamCancelled) as error:
+        except (IndexError, dr.errors.StreamCancelled) as error:
             values.append(f"{type(error).__name__}: {error}".splitlines()[0])
     return values
 
@@ -55,7 +55,7 @@ def found(t: torch.Tensor) -> list[list[float] | str]:
 def settle() -> None:
     """Read the failures that a test has made on purpose."""
     for _ in range(20):
-        with suppress(dr.RemoteError):
+        with suppress(dr.errors.RemoteError):
             dr.synchronize()
             return
 
@@ -130,7 +130,7 @@ def test_what_a_cancelled_stream_would_have_written_is_spoilt_under_all_its_name
     late.add_(1)  # not written, so that neither is what it would be a view of
     for t in (x, name, late, y, more):
         assert all(isinstance(value, str) and "StreamCancelled" in value for value in found(t)), found(t)
-    with pytest.raises(dr.StreamCancelled):
+    with pytest.raises(dr.errors.StreamCancelled):
         member.tolist()
     assert found(kept) == [[5.0]] * mesh.size()
     with dr.stream(stream):
@@ -150,7 +150,7 @@ def test_shards_that_one_stream_puts_together_and_another_takes(mesh: Mesh) -> N
         with dr.stream(stream):
             whole = dr.from_shards([first, *rest], mesh)
         member = whole.member(0)  # type: ignore[attr-defined]
-        with pytest.raises(dr.WaitTimeout):
+        with pytest.raises(dr.errors.WaitTimeout):
             dr.fetch(member, 0.1)
     assert member.tolist() == [3.0] and found(whole) == [[3.0], *[[4.0]] * (mesh.size() - 1)]
 
@@ -205,7 +205,7 @@ def test_a_shard_that_a_cancelled_stream_takes(mesh: Mesh) -> None:
         with dr.stream(two):
             member = whole.member(0)  # type: ignore[attr-defined]
             two.cancel()
-            with pytest.raises(dr.WaitTimeout):
+            with pytest.raises(dr.errors.WaitTimeout):
                 dr.fetch(torch.ones(1, device="remote"), 0.3)
     assert member.tolist() == [4.0] and found(whole) == [[4.0]] * mesh.size()
     settle()
@@ -227,9 +227,9 @@ def test_whoever_waits_for_a_member_that_stands_still_has_a_deadline(mesh: Mesh)
             lambda: event.synchronize(0.2),
             lambda: dr.synchronize(timeout=0.2),
         ):
-            with pytest.raises(dr.WaitTimeout):
+            with pytest.raises(dr.errors.WaitTimeout):
                 wait()
-        with pytest.raises(dr.WaitTimeout):
+        with pytest.raises(dr.errors.WaitTimeout):
             dr.fetch([total.member(k) for k in range(mesh.size())], 0.2)  # type: ignore[attr-defined]
         assert "no answer" in repr(x.member(mesh.size() - 1)) or "computing" in repr(total)  # type: ignore[attr-defined]
         assert x.member(0).shape == (1,)  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from distruntime.session.session import active_session
 from meshes import MLP
 from processes import STARTING, slots, stop, until
 
-Mesh = dr.DeviceMesh
+Mesh = dr.mesh.DeviceMesh
 LOSSES = 6  # tests below, each of which kills a worker
 
 
@@ -72,7 +72,7 @@ def dying(mesh: Mesh, standing: bool = True) -> Iterator[str]:
 
 def settle() -> None:
     for _ in range(20):
-        with suppress(dr.NodeFailed):
+        with suppress(dr.errors.NodeFailed):
             dr.synchronize(0)
             return
 
@@ -94,7 +94,7 @@ def there(t: torch.Tensor, wanted: list[list[float]]) -> None:
     """Hold that the members that are left have these values, and the others say why they have none."""
     assert [t.member(k).tolist() for k in range(2)] == wanted  # type: ignore[attr-defined]
     for k in (2, 3):
-        with pytest.raises(dr.NodeFailed, match=r"exited: killed by signal 9"):
+        with pytest.raises(dr.errors.NodeFailed, match=r"exited: killed by signal 9"):
             t.member(k)  # type: ignore[attr-defined]
 
 
@@ -105,16 +105,16 @@ def test_in_a_stream_of_operators(mesh: Mesh, standing: bool) -> None:
     several = [kept + k for k in range(300)]
     with dying(mesh, standing) as why:
         with pytest.raises(
-            dr.NodeFailed, match=rf"the mesh of 4 members on nodes 0.* has lost a member: {why}"
+            dr.errors.NodeFailed, match=rf"the mesh of 4 members on nodes 0.* has lost a member: {why}"
         ):
             x = kept
             for _ in range(10_000_000):
                 x = x * 0.5 + 1
     there(x, [x.member(0).tolist()] * 2)  # type: ignore[attr-defined]
     there(several[-1], [[299.0] * 3, [300.0] * 3])
-    with pytest.raises(dr.NodeFailed, match=why):
+    with pytest.raises(dr.errors.NodeFailed, match=why):
         dr.shards(kept)
-    with pytest.raises(dr.NodeFailed, match=why):
+    with pytest.raises(dr.errors.NodeFailed, match=why):
         kept.add_(1)
     assert "member 0 of 4" in repr(kept) and kept.tolist() == [0.0] * 3
     new = left(mesh)
@@ -139,12 +139,12 @@ def test_in_a_collective(mesh: Mesh) -> None:
         fine = dr.lines.all_reduce(within, kept)
         for t in results:
             for read in (t.cpu, lambda t=t: t.sum().item(), lambda t=t: dr.shards(t), t.member(1).tolist):  # type: ignore[attr-defined,misc]
-                with pytest.raises(dr.NodeFailed, match=why):
+                with pytest.raises(dr.errors.NodeFailed, match=why):
                     read()
             assert "poisoned: group" in repr(t)
     there(fine, [[1.0] * 3] * 2)
     there(kept, [[0.0] * 3, [1.0] * 3])
-    with pytest.raises(dr.NodeFailed, match=why):
+    with pytest.raises(dr.errors.NodeFailed, match=why):
         dr.lines.all_reduce(lines, kept)
     left(mesh)
 
@@ -178,7 +178,7 @@ def test_in_a_step_of_training(mesh: Mesh, make: Callable[[Mesh], nn.Module]) ->
     assert train(model, mesh, 2).item() > 0
     weight: DTensor = model[0].weight  # type: ignore[index,assignment]
     frozen: Any = model[0].bias.detach().clone()  # type: ignore[index,union-attr,operator]
-    with dying(mesh) as why, pytest.raises(dr.NodeFailed, match=why):
+    with dying(mesh) as why, pytest.raises(dr.errors.NodeFailed, match=why):
         train(model, mesh, 1).item()
         train(model, mesh, 10_000)
     with torch.no_grad():
@@ -189,7 +189,7 @@ def test_in_a_step_of_training(mesh: Mesh, make: Callable[[Mesh], nn.Module]) ->
         lambda: dr.fetch(model.state_dict()),
         lambda: train(model, mesh, 1),
     ):
-        with pytest.raises(dr.NodeFailed, match=why):
+        with pytest.raises(dr.errors.NodeFailed, match=why):
             read()
     new = left(mesh)
     assert train(make(new), new, 2).item() > 0
@@ -200,14 +200,14 @@ def test_while_it_is_read(mesh: Mesh) -> None:
     assert whole.full_tensor().tolist() == list(range(8))
     kept = numbered(mesh)
     with dying(mesh) as why:
-        with pytest.raises(dr.NodeFailed, match=why):
+        with pytest.raises(dr.errors.NodeFailed, match=why):
             dr.shards(kept)
         for read in (
             lambda: whole.full_tensor().cpu(),
             lambda: dr.fetch(whole),
             lambda: dr.shards(whole.to_local()),
         ):
-            with pytest.raises(dr.NodeFailed, match=why):
+            with pytest.raises(dr.errors.NodeFailed, match=why):
                 read()
         assert "member 0 of 4" in repr(kept) and "node 0 cuda:1" in repr(kept.member(1))  # type: ignore[attr-defined]
     with torch.no_grad():  # else torch makes a view of it, which is an operator

@@ -23,7 +23,7 @@ import distruntime as dr
 from meshes import two_workers
 
 __all__ = ["two_workers"]
-Mesh = dr.DeviceMesh
+Mesh = dr.mesh.DeviceMesh
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -69,20 +69,20 @@ def test_what_runs_along_lines_takes_the_meshs_tensors_only(mesh: Mesh) -> None:
         (torch.ones(2, device=part.device), r"lives on \d members? on node 0\. .*dr.from_shards\("),
     ):
         for call in (dr.lines.all_reduce, dr.lines.all_gather, dr.lines.reduce_scatter):
-            with pytest.raises(dr.PlacementError, match=f"takes tensors on it; this one {said}"):
+            with pytest.raises(dr.errors.PlacementError, match=f"takes tensors on it; this one {said}"):
                 call(lines, wrong)
-    with pytest.raises(dr.UsageError, match=r"mesh.lines\('tp'\).*got <distruntime.DeviceMesh"):
+    with pytest.raises(dr.errors.UsageError, match=r"mesh.lines\('tp'\).*got <distruntime.mesh.DeviceMesh"):
         dr.lines.all_reduce(mesh, x := torch.ones(2, device=mesh.device))  # type: ignore[arg-type]
     with pytest.raises(
-        dr.NotSupportedError,
+        dr.errors.NotSupportedError,
         match=r"2 equal parts, got \(3,\).*dr.primitives.reduce_scatter, which may be uneven",
     ):
         dr.lines.reduce_scatter(lines, torch.ones(3, device=mesh.device))
-    with pytest.raises(dr.NotSupportedError, match="the reduction 'median' does not exist"):
+    with pytest.raises(dr.errors.NotSupportedError, match="the reduction 'median' does not exist"):
         dr.lines.all_reduce(lines, x, "median")
-    with pytest.raises(dr.NotSupportedError, match="by AVG, not int64"):
+    with pytest.raises(dr.errors.NotSupportedError, match="by AVG, not int64"):
         dr.lines.all_reduce(lines, x.long(), "AVG")
-    with pytest.raises(dr.UsageError, match="root is a rank in a line of"):
+    with pytest.raises(dr.errors.UsageError, match="root is a rank in a line of"):
         dr.lines.broadcast(lines, x, lines.size)
     for sent, got in (
         ([1, 1], [2, 0]),
@@ -90,10 +90,11 @@ def test_what_runs_along_lines_takes_the_meshs_tensors_only(mesh: Mesh) -> None:
         ([2, 2], [2, 2]),
     ):  # once these went to the workers, whose channel broke for good
         with pytest.raises(
-            dr.NotSupportedError, match=r"as many rows to each.*got \(2,\), sends .*dr.functional.all_to_all"
+            dr.errors.NotSupportedError,
+            match=r"as many rows to each.*got \(2,\), sends .*dr.functional.all_to_all",
         ):
             dr.lines.all_to_all(lines, x, got, sent)
-    for op in ("SUM", "sum", dr.ReduceOp.SUM):
+    for op in ("SUM", "sum", dr.distributed.ReduceOp.SUM):
         same(dr.lines.all_reduce(lines, x, op), torch.full((2,), float(lines.size)))
 
 
@@ -101,7 +102,9 @@ def test_lines_that_broke_are_opened_again(mesh: Mesh) -> None:
     """Where nobody was lost."""
     x, lines = torch.ones(2, device=mesh.device), mesh.lines("dp")
     lines.groups[0].close()
-    with pytest.raises(dr.NodeFailed, match=r"a group was closed.*mesh.lines\(...\) connects them anew"):
+    with pytest.raises(
+        dr.errors.NodeFailed, match=r"a group was closed.*mesh.lines\(...\) connects them anew"
+    ):
         dr.lines.all_reduce(lines, x)
     same(dr.lines.all_reduce(mesh.lines("dp"), x), torch.full((2,), 2.0))
     dist.all_reduce(x, group=mesh.get_group("dp"))
@@ -115,25 +118,27 @@ def test_the_first_mesh_leaves_the_excepthook_alone(mesh: Mesh) -> None:
 
 def test_what_is_of_one_place_says_so_of_a_mesh(mesh: Mesh) -> None:
     x = torch.ones(2, device=mesh.device)
-    with pytest.raises(dr.PlacementError, match=r"are a mesh.*`with mesh:`"):
+    with pytest.raises(dr.errors.PlacementError, match=r"are a mesh.*`with mesh:`"):
         dr.on(x.place)
-    with pytest.raises(dr.PlacementError, match=r"are a mesh.*`with mesh:`"):
+    with pytest.raises(dr.errors.PlacementError, match=r"are a mesh.*`with mesh:`"):
         torch.remote.set_device(mesh.device)  # type: ignore[attr-defined]
-    with pytest.raises(dr.PlacementError, match="a node is named by its number, 0 to 1, or by a place"):
+    with pytest.raises(
+        dr.errors.PlacementError, match="a node is named by its number, 0 to 1, or by a place"
+    ):
         dr.on(mesh)  # type: ignore[arg-type]
     for move in (lambda: x.cuda(), lambda: x.to("cuda:0"), lambda: x.to(0)):
-        with pytest.raises(dr.PlacementError, match=r"x.member\(k\)"):
+        with pytest.raises(dr.errors.PlacementError, match=r"x.member\(k\)"):
             move()
-    with pytest.raises(dr.PlacementError, match=r"are a mesh, which is no member of a group"):
-        dr.all_reduce([x])
-    with pytest.raises(dr.UsageError, match=r"got a DTensor: t.to_local\(\)"):
+    with pytest.raises(dr.errors.PlacementError, match=r"are a mesh, which is no member of a group"):
+        dr.distributed.all_reduce([x])
+    with pytest.raises(dr.errors.UsageError, match=r"got a DTensor: t.to_local\(\)"):
         dr.shards(DTensor.from_local(x, mesh["dp"], [Shard(0)], run_check=False))
 
 
 def test_torchs_groups_are_of_all_members_or_of_a_dimension(mesh: Mesh) -> None:
     """One of some members was taken for one of all, and its sums were."""
     x = torch.ones(2, device=mesh.device)
-    with pytest.raises(dr.UsageError, match="is of no mesh of distruntime's"):
+    with pytest.raises(dr.errors.UsageError, match="is of no mesh of distruntime's"):
         dist.all_reduce(x, group=dist.new_group([0]))
     dist.all_reduce(x, group=mesh.get_group("dp"))
     same(x, torch.full((2,), float(mesh.size("dp"))))
@@ -155,7 +160,7 @@ def test_torchs_spelling_of_collectives(mesh: Mesh) -> None:
             assert torch.equal(found[0][k], parts[k] if rank else total)
             assert torch.equal(found[1][k], torch.cat([parts[m].chunk(n)[rank] for m in row]))
             assert torch.equal(found[2][k], total)
-    with pytest.raises(dr.NotSupportedError, match=r"all members do the same.*x.member\(k\)"):
+    with pytest.raises(dr.errors.NotSupportedError, match=r"all members do the same.*x.member\(k\)"):
         dist.gather(x, [torch.zeros_like(x) for _ in range(n)], dst=0, group=group)
 
 
@@ -188,11 +193,11 @@ def test_wrong_calls_of_torchs_collectives_leave_the_group_whole(mesh: Mesh) -> 
             r"every device.*mesh.get_group\(dim\)",
         ),
     ):
-        with pytest.raises(dr.UsageError, match=said):
+        with pytest.raises(dr.errors.UsageError, match=said):
             call()
-    with pytest.raises(dr.NotSupportedError, match="takes tensors of one shape"):
+    with pytest.raises(dr.errors.NotSupportedError, match="takes tensors of one shape"):
         dist.all_to_all(empty(2, 2), [*empty(1, 2), *empty(1, 3)], group)
-    with pytest.raises(dr.NotSupportedError, match=r"all members do the same.*x.member\(k\)"):
+    with pytest.raises(dr.errors.NotSupportedError, match=r"all members do the same.*x.member\(k\)"):
         dist.send(x, dist.get_global_rank(group, 1), group=group)
     dist.all_reduce(x, group=group)
     same(x, torch.full((2,), float(mesh.size("dp"))))
@@ -259,7 +264,7 @@ def test_memory_knows_which_members_have_nothing(mesh: Mesh) -> None:
     )
     bad = kept.take(index)
 
-    def holding(line: str) -> list[dr.Place]:
+    def holding(line: str) -> list[dr.types.Place]:
         return [h.place for h in dr.memory(top=1000).lines if line in h.line and h.place in mesh.places]
 
     assert sorted(map(str, holding("kept = torch.ones(1 << 16"))) == sorted(
@@ -276,11 +281,11 @@ def test_memory_knows_which_members_have_nothing(mesh: Mesh) -> None:
         and "kept = torch.ones(1 << 16" in text
         and "huge = torch.empty" not in text.partition("held there")[2]
     )
-    with pytest.raises(dr.RemoteError):
+    with pytest.raises(dr.errors.RemoteError):
         dr.synchronize()
     assert name.dim() == bad.dim() == 1
     for _ in range(4):
-        with suppress(dr.RemoteError):
+        with suppress(dr.errors.RemoteError):
             dr.synchronize()
 
 
@@ -311,7 +316,7 @@ MOVED = {
 def test_a_torch_that_has_moved_its_parts_fails_at_the_first_mesh_with_their_name(name: str) -> None:
     """At every mesh, not at the first alone; and not by computing what rank 0 would."""
     tries = "for _ in 'ab':\n    try: torch_dtensor.prepare()\n"
-    tries += "    except dr.NotSupportedError as error: print(error)"
+    tries += "    except dr.errors.NotSupportedError as error: print(error)"
     imports = "import distruntime as dr\nfrom distruntime.mesh import torch_dtensor"
     program = f"{imports}\nfrom torch.distributed.tensor import Shard\n{MOVED[name]}\n{tries}"
     printed = subprocess.run(
@@ -327,6 +332,6 @@ def test_a_mesh_of_an_ended_session_says_so(fresh_session: Callable[..., Any]) -
     mesh = dr.init_device_mesh("cpu", (1,))
     dr.shutdown()
     fresh_session(world_size=1)
-    with pytest.raises(dr.SessionClosed), mesh:
+    with pytest.raises(dr.errors.SessionClosed), mesh:
         pass
     assert repr(dr.init_device_mesh("cpu", (1,)).lines()) == "<1 line of 1 in the mesh of 1 member on node 0>"

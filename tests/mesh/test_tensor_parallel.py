@@ -74,14 +74,14 @@ class Words(nn.Module):
         return out
 
 
-def parallel(mesh: dr.DeviceMesh, make: Callable[[], nn.Module], plan: Any) -> Model:
+def parallel(mesh: dr.mesh.DeviceMesh, make: Callable[[], nn.Module], plan: Any) -> Model:
     serial = make()
     model = copied(serial, mesh)
     parallelize_module(model, mesh["tp"], plan)
     return model, serial
 
 
-def check(mesh: dr.DeviceMesh, models: Model, x: torch.Tensor) -> None:
+def check(mesh: dr.mesh.DeviceMesh, models: Model, x: torch.Tensor) -> None:
     model, serial = models
     out, wanted = model(x.to(mesh.device)), serial(x)
     same(out, wanted)
@@ -108,13 +108,13 @@ PLANS: dict[str, tuple[Callable[[], nn.Module], Any, torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_plans(mesh: dr.DeviceMesh, name: str) -> None:
+def test_plans(mesh: dr.mesh.DeviceMesh, name: str) -> None:
     build, plan, x = PLANS[name]
     check(mesh, parallel(mesh, build, plan), x)
 
 
 @pytest.mark.parametrize("name", ["columns, rows", "columns, gathered"])
-def test_the_gradient_of_the_input(mesh: dr.DeviceMesh, name: str) -> None:
+def test_the_gradient_of_the_input(mesh: dr.mesh.DeviceMesh, name: str) -> None:
     """A column-parallel layer whose backward sums nothing over the members gives each of them a part."""
     build, plan, x = PLANS[name]
     model, serial = parallel(mesh, build, plan)
@@ -142,7 +142,7 @@ def test_prepared_inputs_and_outputs(two_workers: None) -> None:
     check(mesh, (model, serial), torch.arange(256.0).reshape(2, 8, 16) / 100 - 1)
 
 
-def test_loss_parallel(mesh: dr.DeviceMesh) -> None:
+def test_loss_parallel(mesh: dr.mesh.DeviceMesh) -> None:
     head = {
         "e": RowwiseParallel(input_layouts=Replicate()),
         "o": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
@@ -230,7 +230,7 @@ def test_transformer_of_torchs_tests(two_workers: None, name: str) -> None:
 @pytest.mark.parametrize("over_sequence", fewer([True, False], 3, "other options"))
 @pytest.mark.parametrize("build", [MLPModule, MLPStacked])
 def test_mlp_of_torchs_tests(
-    mesh: dr.DeviceMesh, build: Callable[[str], nn.Module], over_sequence: bool
+    mesh: dr.mesh.DeviceMesh, build: Callable[[str], nn.Module], over_sequence: bool
 ) -> None:
     """With rows of the batch on each member the gradients are of all rows: the serial model's of the whole
     batch.
@@ -268,7 +268,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_norms_over_a_sequence(mesh: dr.DeviceMesh, name: str) -> None:
+def test_norms_over_a_sequence(mesh: dr.mesh.DeviceMesh, name: str) -> None:
     model, serial = parallel(mesh, NORMS[name], SequenceParallel(sequence_dim=0))
     x = torch.arange(256.0).reshape(8, 2, 16) / 100 - 1
     rows = [x.chunk(mesh["tp"].size())[at[-1]] for at in mesh.coordinates()]
@@ -302,7 +302,7 @@ def test_experts_of_torchs_tests(two_workers: None) -> None:
 
 
 def heads(
-    mesh: dr.DeviceMesh, layout: list[Any], shape: tuple[int, ...], seed: int
+    mesh: dr.mesh.DeviceMesh, layout: list[Any], shape: tuple[int, ...], seed: int
 ) -> tuple[DTensor, torch.Tensor]:
     value = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     kept = [Replicate() if isinstance(p, Partial) else p for p in layout]

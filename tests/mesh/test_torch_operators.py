@@ -47,7 +47,7 @@ def _whole_table() -> Iterator[None]:
 
 
 def agree(
-    mesh: dr.DeviceMesh,
+    mesh: dr.mesh.DeviceMesh,
     run: Function,
     operands: Sequence[torch.Tensor],
     layouts: Sequence[Sequence[Placement]],
@@ -77,7 +77,7 @@ def agree(
 # Four members in one line show nothing that two in a line and four in a square do not.
 @pytest.mark.parametrize("mesh", fewer(["2", "2x2"], 4, "other losses, 2 s each"), indirect=True)
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_and_their_gradients(mesh: dr.DeviceMesh, name: str) -> None:
+def test_losses_and_their_gradients(mesh: dr.mesh.DeviceMesh, name: str) -> None:
     """The gradient of a mean was too large by the number of members."""
     x, target = torch.rand(2, 8, 4, generator=torch.Generator().manual_seed(0)) * 0.8 + 0.1
     kinds = [[Replicate()] * mesh.ndim, [Shard(0)] * mesh.ndim, [Shard(1)] * mesh.ndim]
@@ -99,7 +99,7 @@ def test_losses_of_uneven_shards(two_workers: None, name: str, rows: int) -> Non
 
 @pytest.mark.parametrize("mesh", fewer(["2", "2x2"], 3, "another loss, 1 s"), indirect=True)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_classes_of_which_some_do_not_count(mesh: dr.DeviceMesh, reduction: str) -> None:
+def test_classes_of_which_some_do_not_count(mesh: dr.mesh.DeviceMesh, reduction: str) -> None:
     """It was the average of the shards' means, of which one had two targets that count, and one had none."""
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
     target, weight = torch.tensor([0, 1, -100, 3, -100, -100, 2, 2]), torch.tensor([1.0, 2.0, 0.5, 3.0])
@@ -115,7 +115,7 @@ def test_classes_of_which_some_do_not_count(mesh: dr.DeviceMesh, reduction: str)
         )
 
 
-def test_classes_of_pixels(mesh: dr.DeviceMesh) -> None:
+def test_classes_of_pixels(mesh: dr.mesh.DeviceMesh) -> None:
     generator = torch.Generator().manual_seed(0)
     x, target = (
         torch.randn(4, 4, 8, 2, generator=generator),
@@ -146,7 +146,7 @@ CONVOLUTIONS: dict[str, tuple[Function, tuple[int, ...], tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("mesh", fewer(["2", "2x2"], 4, "another cut"), indirect=True)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_convolutions_however_images_are_cut(mesh: dr.DeviceMesh, name: str) -> None:
+def test_convolutions_however_images_are_cut(mesh: dr.mesh.DeviceMesh, name: str) -> None:
     """Cut along their width, eight columns became two."""
     run, images, kernel = CONVOLUTIONS[name]
     generator = torch.Generator().manual_seed(0)
@@ -159,7 +159,7 @@ def test_convolutions_however_images_are_cut(mesh: dr.DeviceMesh, name: str) -> 
 
 
 @pytest.mark.parametrize("name", fewer(["cumsum", "cumprod", "logcumsumexp"], 3, "another operator"))
-def test_running_sums_along_dimensions_from_behind(mesh: dr.DeviceMesh, name: str) -> None:
+def test_running_sums_along_dimensions_from_behind(mesh: dr.mesh.DeviceMesh, name: str) -> None:
     """Each member had those of its own shard."""
     x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)) + 0.1
     # torch's gradient of a product makes a tensor that is no DTensor, which it refuses.
@@ -168,7 +168,7 @@ def test_running_sums_along_dimensions_from_behind(mesh: dr.DeviceMesh, name: st
         agree(mesh, lambda t: getattr(t, name)(dim), (x,), ([Shard(cut)] * mesh.ndim,), gradients)  # noqa: B023
 
 
-def test_whether_any_is_a_number_to_multiply(mesh: dr.DeviceMesh) -> None:
+def test_whether_any_is_a_number_to_multiply(mesh: dr.mesh.DeviceMesh) -> None:
     """It was counted on each member: twice the product for two."""
     x = torch.arange(32.0).reshape(4, 8) - 8
     for cut in (0, 1):
@@ -180,7 +180,7 @@ def test_whether_any_is_a_number_to_multiply(mesh: dr.DeviceMesh) -> None:
         same((t & False).any(), torch.tensor(False))
 
 
-def test_gradients_of_one_index_from_behind(mesh: dr.DeviceMesh) -> None:
+def test_gradients_of_one_index_from_behind(mesh: dr.mesh.DeviceMesh) -> None:
     """Where each member had one row, its gradient was a column."""
     x = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))
     for cut, dim in itertools.product((0, 1), (-1, -2)):
@@ -222,7 +222,7 @@ def test_losses_inside_context_parallel(two_workers: None) -> None:
         assert torch.equal(t, t)
 
 
-def test_a_sum_that_is_filled(mesh: dr.DeviceMesh) -> None:
+def test_a_sum_that_is_filled(mesh: dr.mesh.DeviceMesh) -> None:
     """Each member's part of the sum was filled: for four, 1 - x was 4 - x in a cosine loss."""
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
     cut: list[Placement] = [Shard(1)] * mesh.ndim
@@ -236,7 +236,7 @@ def test_a_sum_that_is_filled(mesh: dr.DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["2", "2x2"], indirect=True)
-def test_gradients_of_adaptive_pools(mesh: dr.DeviceMesh) -> None:
+def test_gradients_of_adaptive_pools(mesh: dr.mesh.DeviceMesh) -> None:
     """Of one image that is cut along its height, each member's gradient was that of a part."""
     for size in ((5, 7, 8), (4, 6, 7, 8)):
         x = torch.randn(size, generator=torch.Generator().manual_seed(0))

@@ -23,15 +23,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated:FutureWarning")
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[dr.DeviceMesh]:
+def mesh() -> Iterator[dr.mesh.DeviceMesh]:
     """Members 0 and 2 are a line of "data", and so are 1 and 3."""
     dr.shutdown()
     dr.init_master_worker(world_size=2, simulate_cuda=2)
-    yield dr.init_device_mesh("cuda", dr.Layout([("data", 2), ("tensor", 2)]).with_nodes(2))
+    yield dr.init_device_mesh("cuda", dr.mesh.Layout([("data", 2), ("tensor", 2)]).with_nodes(2))
     dr.shutdown()
 
 
-def test_a_sampler_of_the_callers_rank_is_refused(mesh: dr.DeviceMesh) -> None:
+def test_a_sampler_of_the_callers_rank_is_refused(mesh: dr.mesh.DeviceMesh) -> None:
     """It gave rank 0's share: an epoch trained on a quarter of the data."""
     group = mesh.get_group("data")
     for sample in (
@@ -40,19 +40,20 @@ def test_a_sampler_of_the_callers_rank_is_refused(mesh: dr.DeviceMesh) -> None:
         lambda: DistributedSampler(range(12), 4, dist.get_rank()),  # type: ignore[arg-type]
         lambda: DistributedSampler(range(12), 2, dist.get_rank(group)),  # type: ignore[arg-type]
     ):
-        with pytest.raises(dr.UsageError, match=r"leave out the data.*dr.from_shards\(.*, mesh\)"):
+        with pytest.raises(dr.errors.UsageError, match=r"leave out the data.*dr.from_shards\(.*, mesh\)"):
             sample()
     own = [list(DistributedSampler(range(12), 4, k, shuffle=False)) for k in range(4)]  # type: ignore[arg-type]
     assert own[0] == [0, 4, 8] and sorted(itertools.chain(*own)) == list(range(12))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
-def test_an_optimizer_of_one_ranks_parameters_is_refused(mesh: dr.DeviceMesh) -> None:
+def test_an_optimizer_of_one_ranks_parameters_is_refused(mesh: dr.mesh.DeviceMesh) -> None:
     """It updated the first rank's parameters, and left those of the others as they were."""
     optimizers, model = importlib.import_module("torch.distributed.optim"), nn.Linear(2, 2).to(mesh.device)
     for group in (mesh.get_group("data"), None):
         with pytest.raises(
-            dr.NotSupportedError, match=r"dr.ShardedOptimizer\(.*, SGD, mesh\).*SGD\(model.parameters\(\)\)"
+            dr.errors.NotSupportedError,
+            match=r"dr.parallel.ShardedOptimizer\(.*, SGD, mesh\).*SGD\(model.parameters\(\)\)",
         ):
             optimizers.ZeroRedundancyOptimizer(
                 model.parameters(), optimizer_class=torch.optim.SGD, process_group=group, lr=1.0
@@ -60,9 +61,11 @@ def test_an_optimizer_of_one_ranks_parameters_is_refused(mesh: dr.DeviceMesh) ->
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_a_checkpoint_of_each_ranks_parts_is_refused(mesh: dr.DeviceMesh, tmp_path: Path) -> None:
+def test_a_checkpoint_of_each_ranks_parts_is_refused(mesh: dr.mesh.DeviceMesh, tmp_path: Path) -> None:
     state = {"x": torch.ones(2, device=mesh.device)}
-    with pytest.raises(dr.NotSupportedError, match=r"no_dist=True\), or torch.save\(dr.fetch\(state\)"):
+    with pytest.raises(
+        dr.errors.NotSupportedError, match=r"no_dist=True\), or torch.save\(dr.fetch\(state\)"
+    ):
         checkpoint.save(state, checkpoint_id=tmp_path / "parts")
     checkpoint.save(dr.fetch(state), checkpoint_id=tmp_path / "whole", no_dist=True)
     found = {"x": torch.zeros(2)}
@@ -70,7 +73,7 @@ def test_a_checkpoint_of_each_ranks_parts_is_refused(mesh: dr.DeviceMesh, tmp_pa
     assert found["x"].tolist() == [1, 1]
 
 
-def test_scatter_from_any_member(mesh: dr.DeviceMesh) -> None:
+def test_scatter_from_any_member(mesh: dr.mesh.DeviceMesh) -> None:
     group, at = mesh.get_group("data"), mesh.coordinate("data") * 10.0
 
     def scattered(**source: int) -> list[float]:
@@ -81,29 +84,31 @@ def test_scatter_from_any_member(mesh: dr.DeviceMesh) -> None:
     assert scattered() == [0, 0, 1, 1]
     # Member 2 is the second of its line.
     assert scattered(src=2) == scattered(group_src=1) == [10, 10, 11, 11]
-    with pytest.raises(dr.UsageError, match="Give scatter_list="):
+    with pytest.raises(dr.errors.UsageError, match="Give scatter_list="):
         dist.scatter(torch.zeros((), device=mesh.device), src=2, group=group)
 
 
-def test_a_barrier_needs_no_rank(mesh: dr.DeviceMesh) -> None:
+def test_a_barrier_needs_no_rank(mesh: dr.mesh.DeviceMesh) -> None:
     dist.barrier(mesh.get_group("data"))
     dist.barrier()
     assert dist.barrier(async_op=True).wait()
 
 
-def test_what_would_wait_for_other_ranks_is_refused(mesh: dr.DeviceMesh) -> None:
+def test_what_would_wait_for_other_ranks_is_refused(mesh: dr.mesh.DeviceMesh) -> None:
     """A group of gloo's blocked for good in its constructor."""
     for make in (
         lambda: dist.new_group([0, 1], backend="gloo"),
         lambda: dist.device_mesh.init_device_mesh("remote", (4,), backend_override={0: "gloo"}),
     ):
-        with pytest.raises(dr.NotSupportedError, match=r"wait for its other ranks.*dr.new_group\(places, "):
+        with pytest.raises(
+            dr.errors.NotSupportedError, match=r"wait for its other ranks.*dr.distributed.new_group\(places, "
+        ):
             make()
-    with pytest.raises(dr.NotSupportedError, match=r"names who is late"):
+    with pytest.raises(dr.errors.NotSupportedError, match=r"names who is late"):
         dist.monitored_barrier(mesh.get_group("data"))
 
 
-def test_groups_of_a_layouts_other_modes(mesh: dr.DeviceMesh) -> None:
+def test_groups_of_a_layouts_other_modes(mesh: dr.mesh.DeviceMesh) -> None:
     group = mesh.get_group("model")
     assert group is mesh.get_group("model") and group.size() == 2
     x = mesh.coordinate("data") * 10 + mesh.coordinate("tensor")
@@ -116,7 +121,7 @@ def test_groups_of_a_layouts_other_modes(mesh: dr.DeviceMesh) -> None:
         mesh.get_group("experts")
 
 
-def gradients(mesh: dr.DeviceMesh, run: Callable[[torch.Tensor], torch.Tensor]) -> list[list[float]]:
+def gradients(mesh: dr.mesh.DeviceMesh, run: Callable[[torch.Tensor], torch.Tensor]) -> list[list[float]]:
     """Return what each member's share gets of the sum of all results, each times its member's weights."""
     x = dr.from_shards([torch.full((2,), float(k)) for k in range(4)], mesh).requires_grad_()
     (run(x) * dr.from_shards(WEIGHTS, mesh)).sum().backward()
@@ -124,7 +129,7 @@ def gradients(mesh: dr.DeviceMesh, run: Callable[[torch.Tensor], torch.Tensor]) 
     return [shard.tolist() for shard in dr.shards(x.grad)]
 
 
-def test_gradients_of_torchs_collectives(mesh: dr.DeviceMesh) -> None:
+def test_gradients_of_torchs_collectives(mesh: dr.mesh.DeviceMesh) -> None:
     """That of a broadcast asked for the caller's rank, and was lost for each source but the first."""
     group = mesh.get_group("data")
     assert gradients(mesh, lambda x: functional.broadcast(x, 0, group)) == [[2, 2], [2, 4], [0, 0], [0, 0]]

@@ -34,14 +34,14 @@ def drawn(count: int, *shape: int, seed: int = 0) -> list[torch.Tensor]:
     return list(torch.randn((count, *shape), generator=torch.Generator().manual_seed(seed)))
 
 
-def given(parts: Sequence[torch.Tensor], mesh: dr.DeviceMesh) -> torch.Tensor:
+def given(parts: Sequence[torch.Tensor], mesh: dr.mesh.DeviceMesh) -> torch.Tensor:
     """Return a tensor of which each member has its own part, or that of its row of members."""
     whole = len(parts) == mesh.size()
     return dr.from_shards([parts[k if whole else at[0]] for k, at in enumerate(mesh.coordinates())], mesh)
 
 
 def trains(
-    model: nn.Module, serial: nn.Module, mesh: dr.DeviceMesh, batches: Sequence[Sequence[torch.Tensor]]
+    model: nn.Module, serial: nn.Module, mesh: dr.mesh.DeviceMesh, batches: Sequence[Sequence[torch.Tensor]]
 ) -> None:
     """Train both, and compare losses, gradients and parameters: `serial` with the mean of the gradients of
     all parts of a batch.
@@ -67,7 +67,7 @@ def trains(
 
 
 def stacked(
-    mesh: dr.DeviceMesh, count: int = 3, shard: bool = True, **options: Any
+    mesh: dr.mesh.DeviceMesh, count: int = 3, shard: bool = True, **options: Any
 ) -> tuple[nn.Sequential, nn.Sequential]:
     torch.manual_seed(0)
     serial = nn.Sequential(*(of_torch.MLP(16, with_buffer=k == 1) for k in range(count)))

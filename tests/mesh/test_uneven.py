@@ -93,7 +93,7 @@ DTENSOR_CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", fewer(DTENSOR_CALLS, 4, "the same on another cut"))
 @pytest.mark.parametrize("dim", [0, 1])
-def test_operators_and_their_gradients(name: str, dim: int, mesh: dr.DeviceMesh) -> None:
+def test_operators_and_their_gradients(name: str, dim: int, mesh: dr.mesh.DeviceMesh) -> None:
     call = DTENSOR_CALLS[name]
     here = X.clone().requires_grad_()
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(dim)]
@@ -231,7 +231,7 @@ def test_mixed_precision(two_workers: None) -> None:
     same_parameters(model, serial, atol=0.1)
 
 
-def test_a_vocabulary_cut_by_tensor_parallelism(mesh: dr.DeviceMesh) -> None:
+def test_a_vocabulary_cut_by_tensor_parallelism(mesh: dr.mesh.DeviceMesh) -> None:
     serial = Vocabulary()
     model = copied(serial, mesh)
     along = mesh if mesh.ndim == 1 else mesh["tp"]
@@ -370,13 +370,15 @@ def test_sizes_say_what_each_member_has(uneven: Any) -> None:
 
 def test_what_asks_for_one_number_is_told_all(uneven: Any) -> None:
     for ask in (lambda: len(uneven), lambda: int(uneven.shape[0]), lambda: [*uneven]):
-        with pytest.raises(dr.UsageError, match=r"member 0: 1, member 1: 2, member 2: 3, member 3: 4"):
+        with pytest.raises(dr.errors.UsageError, match=r"member 0: 1, member 1: 2, member 2: 3, member 3: 4"):
             ask()
     # Parts of a list that only some members have would be lost in silence.
     for ask in (lambda: uneven.chunk(2), lambda: uneven.split(2)):
-        with pytest.raises(dr.UsageError, match=r"another number of tensors on each member \(member 0: 1"):
+        with pytest.raises(
+            dr.errors.UsageError, match=r"another number of tensors on each member \(member 0: 1"
+        ):
             ask()
-    with pytest.raises(dr.UsageError, match="differs from member to member"):
+    with pytest.raises(dr.errors.UsageError, match="differs from member to member"):
         assert uneven.shape[0] == 2
     for ask in (
         uneven.tolist,
@@ -386,7 +388,7 @@ def test_what_asks_for_one_number_is_told_all(uneven: Any) -> None:
         lambda: dr.fetch(uneven),
         lambda: copy.copy(uneven),
     ):
-        with pytest.raises(dr.UsageError, match=r"member 0: \(1, 2\).*dr.shards\(x\)"):
+        with pytest.raises(dr.errors.UsageError, match=r"member 0: \(1, 2\).*dr.shards\(x\)"):
             ask()
 
 
@@ -396,30 +398,34 @@ def test_numbers_that_differ_are_computed_with(uneven: Any) -> None:
         assert [*number.node._local_ints.values()] == wanted
     assert [t.item() for t in dr.shards(uneven.sum() / n)] == [0, 2, 4, 6]
     for ask in (lambda: n / 2, lambda: n / 2.0, lambda: 1 / n, lambda: 1.0 / n):
-        with pytest.raises(dr.UsageError, match=r"member 3: 4\), and a float was asked of it"):
+        with pytest.raises(dr.errors.UsageError, match=r"member 3: 4\), and a float was asked of it"):
             ask()
     for ask in (lambda: torch.tensor(n), lambda: range(n), lambda: float(n)):
-        with pytest.raises(dr.UsageError, match=r"member 3: 4\), and one int was asked of it"):
+        with pytest.raises(dr.errors.UsageError, match=r"member 3: 4\), and one int was asked of it"):
             ask()
 
 
 def test_what_it_cannot_do_is_refused(uneven: Any) -> None:
-    with pytest.raises(dr.NotSupportedError, match=r"unsqueeze_ changes the shape .*member 0: \(1, 2\)"):
+    with pytest.raises(
+        dr.errors.NotSupportedError, match=r"unsqueeze_ changes the shape .*member 0: \(1, 2\)"
+    ):
         uneven.unsqueeze_(0)
-    with pytest.raises(dr.PlacementError, match=r"do not fit node 1 cpu.*x.member\(k\)"):
+    with pytest.raises(dr.errors.PlacementError, match=r"do not fit node 1 cpu.*x.member\(k\)"):
         uneven.to(dr.place(1, "cpu"))
     with pytest.raises(IndexError, match="members 0 to 3, got 7"):
         uneven.member(7)
     mesh = make("4")
-    with pytest.raises(dr.UsageError, match=r"members 0, 1, 2, 3 are a line: member 0: \(1, 2\).*Pad them"):
+    with pytest.raises(
+        dr.errors.UsageError, match=r"members 0, 1, 2, 3 are a line: member 0: \(1, 2\).*Pad them"
+    ):
         dr.lines.all_reduce(mesh.lines(), uneven)
-    with pytest.raises(dr.UsageError, match=r"members 0, 1, 2, 3 are a line"):
+    with pytest.raises(dr.errors.UsageError, match=r"members 0, 1, 2, 3 are a line"):
         torch.distributed.all_reduce(uneven, group=mesh.get_group())
-    with pytest.raises(dr.NotSupportedError, match=r"shards of one shape, and these differ.*pad them"):
+    with pytest.raises(dr.errors.NotSupportedError, match=r"shards of one shape, and these differ.*pad them"):
         torch.distributed.broadcast(uneven, 0, group=mesh.get_group())
-    with pytest.raises(dr.NotSupportedError, match=r"numbers of another shape"):
+    with pytest.raises(dr.errors.NotSupportedError, match=r"numbers of another shape"):
         uneven.abs().add(1).multinomial(1)
-    with pytest.raises(dr.UsageError, match=r"as many dimensions and one dtype: shard 0 is \(1,\)"):
+    with pytest.raises(dr.errors.UsageError, match=r"as many dimensions and one dtype: shard 0 is \(1,\)"):
         dr.from_shards([torch.ones(1), torch.ones(1, 2), torch.ones(1), torch.ones(1)], mesh)
 
 
@@ -477,7 +483,7 @@ def test_functions_get_their_shard(uneven: Any) -> None:
         return t + 1
 
     assert [t.tolist() for t in dr.fetch(more(uneven))] == [t.add(1).tolist() for t in dr.shards(uneven)]
-    with pytest.raises(dr.NotSupportedError, match=r"requires grad.*member 0: \(1, 2\).*x.detach\(\)"):
+    with pytest.raises(dr.errors.NotSupportedError, match=r"requires grad.*member 0: \(1, 2\).*x.detach\(\)"):
         more(uneven.clone().requires_grad_())
 
 

@@ -164,7 +164,10 @@ def test_what_cannot_be_made_explicit_is_refused(session: object) -> None:
         library.define("only(Tensor x) -> Tensor")
         library.impl("only", only, "Meta")
         x = torch.arange(3, device=REMOTE)
-        with default(torch.float64), pytest.raises(dr.NotSupportedError, match=r"x\.to\(torch\.float64\)"):
+        with (
+            default(torch.float64),
+            pytest.raises(dr.errors.NotSupportedError, match=r"x\.to\(torch\.float64\)"),
+        ):
             torch.ops.truth_test.only(x)
 
 

@@ -245,9 +245,9 @@ def test_a_place_that_is_not_there(session: object) -> None:
         200,
         300,
     ):  # an index is eight bits in C++ and wraps: what comes out must still be no other place
-        with pytest.raises(dr.PlacementError, match=r"remote:0 is node 0|names none of them"):
+        with pytest.raises(dr.errors.PlacementError, match=r"remote:0 is node 0|names none of them"):
             torch.zeros(1, device=f"remote:{number}")
-        with pytest.raises(dr.PlacementError, match=r"remote:0 is node 0|names none of them"):
+        with pytest.raises(dr.errors.PlacementError, match=r"remote:0 is node 0|names none of them"):
             torch.ones(1).to(f"remote:{number}")
     with pytest.raises(RuntimeError):
         torch.zeros(1, device="remote:-3")
@@ -255,13 +255,13 @@ def test_a_place_that_is_not_there(session: object) -> None:
 
 def test_more_places_than_a_device_index_can_say(fresh_session: Callable[..., Any]) -> None:
     fresh_session(world_size=3, simulate_cuda=100)
-    places = [dr.Place(node, f"cuda:{k}") for node in range(3) for k in range(100)]
+    places = [dr.types.Place(node, f"cuda:{k}") for node in range(3) for k in range(100)]
     for place in places:  # numbers are reused when nothing lives there any more
         x = torch.ones(2, device=REMOTE).to(place)
         assert x.place == place and (x + 1).place == place
         assert torch.zeros(1, device=x.device).place == place
     alive = []
-    with pytest.raises(dr.PlacementError, match="127"):
+    with pytest.raises(dr.errors.PlacementError, match="127"):
         for place in places:
             alive.append(torch.ones(1, device=REMOTE).to(place))
     assert len(alive) >= 100 and all(x.place == place for x, place in zip(alive, places, strict=False))
@@ -317,7 +317,7 @@ def test_what_cannot_leave_the_worker_refuses(session: object) -> None:
         "pin": x.pin_memory,
     }
     for name, act in refused.items():
-        with pytest.raises((dr.NotSupportedError, TypeError)) as caught:
+        with pytest.raises((dr.errors.NotSupportedError, TypeError)) as caught:
             act()
         assert any(word in str(caught.value) for word in (".cpu()", "fetch", "remote")), (
             f"{name}: {caught.value}"
@@ -348,7 +348,7 @@ def test_other_layouts_work_or_refuse(session: object, layout: str) -> None:
         try:
             there = act()
             result = dr.fetch(plain(there))
-        except (dr.NotSupportedError, NotImplementedError) as refusal:
+        except (dr.errors.NotSupportedError, NotImplementedError) as refusal:
             assert str(refusal)
         else:
             assert there.layout == make[layout](here).layout, "claims another layout"

@@ -60,7 +60,7 @@ class Trainer:
 @by_source
 def test_the_parameter_is_told_by_the_name_at_the_users_line(x: torch.Tensor) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    with pytest.raises(dr.PlacementError) as caught:
+    with pytest.raises(dr.errors.PlacementError) as caught:
         model(x)
     assert told(caught.value) == (
         "`self` is `model.0.bias`: the module is still local",
@@ -74,18 +74,18 @@ def test_the_parameter_is_told_by_the_name_at_the_users_line(x: torch.Tensor) ->
 @by_source
 def test_a_model_of_modules_is_named_as_a_whole(x: torch.Tensor) -> None:
     trainer = Trainer()
-    with pytest.raises(dr.PlacementError) as caught:
+    with pytest.raises(dr.errors.PlacementError) as caught:
         trainer.step(x)
     assert told(caught.value)[0] == "`mat2` is `self.net.layers.0.weight`: the module is still local"
     trainer.net.layers.to(REMOTE)
     trainer.net.norm.eval()
-    with pytest.raises(dr.PlacementError) as caught:
+    with pytest.raises(dr.errors.PlacementError) as caught:
         trainer.step(x)
     assert "is `self.net.norm." in told(caught.value)[0]
 
 
 def test_a_function_is_told_the_module_among_the_globals(x: torch.Tensor) -> None:
-    with pytest.raises(dr.PlacementError) as caught:
+    with pytest.raises(dr.errors.PlacementError) as caught:
         F.linear(x, at_the_top.weight)
     assert told(caught.value) == (
         "`mat2` is `at_the_top.weight`: the module is still local",
@@ -95,7 +95,7 @@ def test_a_function_is_told_the_module_among_the_globals(x: torch.Tensor) -> Non
 
 def test_a_lone_parameter(x: torch.Tensor) -> None:
     weight = nn.Parameter(torch.ones(4, 4))
-    with pytest.raises(dr.PlacementError) as caught:
+    with pytest.raises(dr.errors.PlacementError) as caught:
         x @ weight
     assert told(caught.value) == (
         "`mat2` (4, 4) is a parameter of a module that is still local",
@@ -105,7 +105,7 @@ def test_a_lone_parameter(x: torch.Tensor) -> None:
 
 def test_a_module_that_torch_calls(x: torch.Tensor) -> None:
     """Its caller has no name for it."""
-    with pytest.raises(dr.PlacementError) as caught:
+    with pytest.raises(dr.errors.PlacementError) as caught:
         torch.utils.checkpoint.checkpoint(nn.Sequential(nn.Linear(4, 4)), x, use_reentrant=False)
     assert told(caught.value)[0] == "`self` is `0.bias` of a module Sequential: the module is still local"
 
@@ -114,17 +114,17 @@ def test_a_module_that_torch_calls(x: torch.Tensor) -> None:
 def test_a_model_on_another_node(x: torch.Tensor) -> None:
     with dr.on(1):
         model = nn.Sequential(nn.Linear(4, 4, device=REMOTE))
-    with pytest.raises(dr.PlacementError) as caught:
+    with pytest.raises(dr.errors.PlacementError) as caught:
         model(x)
     assert str(caught.value).splitlines()[2:] == ["  `self` is `model.0.bias`"]
     model[0].bias = None
-    with pytest.raises(dr.PlacementError) as caught:
+    with pytest.raises(dr.errors.PlacementError) as caught:
         model(x)
     assert str(caught.value).splitlines()[2:] == ["  `mat2` is `model.0.weight`"]
 
 
 def test_a_tensor_of_no_module(x: torch.Tensor) -> None:
-    with pytest.raises(dr.PlacementError) as caught:
+    with pytest.raises(dr.errors.PlacementError) as caught:
         x + torch.ones(3, 4)
     assert told(caught.value)[0] == "`other` (3, 4) is a local tensor on cpu"
 
@@ -137,7 +137,7 @@ def test_a_transformers_model_that_was_not_sent(session: object) -> None:
 
         model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8))
         ids = torch.arange(4, device=REMOTE)[None]
-        with pytest.raises(dr.PlacementError) as caught:
+        with pytest.raises(dr.errors.PlacementError) as caught:
             model(ids)
     assert told(caught.value) == (
         "`weight` is `model.transformer.wte.weight`: the module is still local",
@@ -158,7 +158,7 @@ def test_who_looks_for_names_keeps_nothing(x: torch.Tensor) -> None:
     try:
         try:
             model(x)
-        except dr.PlacementError as error:
+        except dr.errors.PlacementError as error:
             assert "bias" in str(error)
         del kept
         assert gone() is None

@@ -250,7 +250,7 @@ def test_the_worker_decides_where_the_meta_kernel_alone_refuses(
         with pytest.raises(RuntimeError, match="expected a matrix") as caught:
             torch.trace(_x(REMOTE)[0])
         # The kernel was not called here again, as it might compute for long.
-        assert isinstance(caught.value, dr.RemoteError)
+        assert isinstance(caught.value, dr.errors.RemoteError)
     finally:
         library._destroy()
 

@@ -1,4 +1,4 @@
-"""`dr.DataParallel`: a batch shared among members, even or not, gives what one device gives."""
+"""`dr.parallel.DataParallel`: a batch shared among members, even or not, gives what one device gives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import distruntime as dr
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[dr.DeviceMesh]:
+def mesh() -> Iterator[dr.mesh.DeviceMesh]:
     dr.shutdown()
     dr.init_master_worker(world_size=2, simulate_cuda=2)
     yield dr.init_device_mesh("cuda", (4,))
@@ -39,9 +39,9 @@ class Net(nn.Module):
         return {"out": self.b(h) * scale, "norm": h.square().mean()}
 
 
-def test_the_tutorials_64_rows_are_16_on_each_of_4(mesh: dr.DeviceMesh) -> None:
+def test_the_tutorials_64_rows_are_16_on_each_of_4(mesh: dr.mesh.DeviceMesh) -> None:
     serial, x, y = Net(), torch.randn(64, 40), torch.randn(64, 20)
-    model = dr.DataParallel(copy.deepcopy(serial), mesh)
+    model = dr.parallel.DataParallel(copy.deepcopy(serial), mesh)
     for _ in range(2):
         out = model(x, scale=2.0)
         assert (
@@ -59,9 +59,9 @@ def test_the_tutorials_64_rows_are_16_on_each_of_4(mesh: dr.DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 9, 66])
-def test_an_uneven_batch(rows: int, mesh: dr.DeviceMesh) -> None:
+def test_an_uneven_batch(rows: int, mesh: dr.mesh.DeviceMesh) -> None:
     serial, x = nn.Sequential(nn.Linear(40, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(rows, 40)
-    model = dr.DataParallel(copy.deepcopy(serial), mesh)
+    model = dr.parallel.DataParallel(copy.deepcopy(serial), mesh)
     out = model(x.to(mesh.places[1]))
     torch.testing.assert_close(out.detach().cpu(), serial(x).detach())
     out.square().mean().backward()
@@ -69,9 +69,9 @@ def test_an_uneven_batch(rows: int, mesh: dr.DeviceMesh) -> None:
     same(model, serial)
 
 
-def test_training_with_even_and_uneven_batches_is_the_serial_one(mesh: dr.DeviceMesh) -> None:
+def test_training_with_even_and_uneven_batches_is_the_serial_one(mesh: dr.mesh.DeviceMesh) -> None:
     serial = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-    model = dr.DataParallel(copy.deepcopy(serial), mesh)
+    model = dr.parallel.DataParallel(copy.deepcopy(serial), mesh)
     ours, theirs = (torch.optim.Adam(one.parameters(), lr=0.01) for one in (model, serial))
     data, target = torch.randn(42, 6), torch.randint(3, (42,))
     for begin in (0, 16, 32):
@@ -88,9 +88,9 @@ def test_training_with_even_and_uneven_batches_is_the_serial_one(mesh: dr.Device
             torch.testing.assert_close(shard, q.detach(), atol=1e-6, rtol=1e-5)
 
 
-def test_gradients_of_the_input_and_buffers(mesh: dr.DeviceMesh) -> None:
+def test_gradients_of_the_input_and_buffers(mesh: dr.mesh.DeviceMesh) -> None:
     serial = nn.BatchNorm1d(5)
-    model = dr.DataParallel(copy.deepcopy(serial), mesh)
+    model = dr.parallel.DataParallel(copy.deepcopy(serial), mesh)
     x = torch.randn(8, 5, requires_grad=True)
     model(x).square().sum().backward()
     own = torch.randn(0)
@@ -104,11 +104,11 @@ def test_gradients_of_the_input_and_buffers(mesh: dr.DeviceMesh) -> None:
     torch.testing.assert_close(model(x.detach()).cpu(), serial.eval()(x.detach()))
 
 
-def test_what_is_refused(mesh: dr.DeviceMesh) -> None:
-    with pytest.raises(dr.UsageError, match=r"takes a module and a mesh.*got Linear and list"):
-        dr.DataParallel(nn.Linear(2, 2), [0, 1])  # type: ignore[arg-type]
-    with pytest.raises(dr.PlacementError, match="weight is on node 0 cuda:0, the mesh is"):
-        dr.DataParallel(nn.Linear(2, 2).to(dr.place(0, "cuda:0")), mesh)
-    bilinear = dr.DataParallel(nn.Bilinear(2, 2, 2), mesh)
-    with pytest.raises(dr.UsageError, match=r"which has one size: got \[4, 8\]"):
+def test_what_is_refused(mesh: dr.mesh.DeviceMesh) -> None:
+    with pytest.raises(dr.errors.UsageError, match=r"takes a module and a mesh.*got Linear and list"):
+        dr.parallel.DataParallel(nn.Linear(2, 2), [0, 1])  # type: ignore[arg-type]
+    with pytest.raises(dr.errors.PlacementError, match="weight is on node 0 cuda:0, the mesh is"):
+        dr.parallel.DataParallel(nn.Linear(2, 2).to(dr.place(0, "cuda:0")), mesh)
+    bilinear = dr.parallel.DataParallel(nn.Bilinear(2, 2, 2), mesh)
+    with pytest.raises(dr.errors.UsageError, match=r"which has one size: got \[4, 8\]"):
         bilinear(torch.ones(4, 2), torch.ones(8, 2))

@@ -22,7 +22,7 @@ SHAPES = {"2 nodes": ("cpu", (2,)), "2 a node": ("cuda", (4,)), "1": ("cpu", (1,
 
 
 @pytest.fixture(scope="module", params=SHAPES)
-def mesh(request: pytest.FixtureRequest) -> Iterator[dr.DeviceMesh]:
+def mesh(request: pytest.FixtureRequest) -> Iterator[dr.mesh.DeviceMesh]:
     dr.shutdown()
     dr.init_master_worker(world_size=2, simulate_cuda=2)
     kind, shape = SHAPES[request.param]
@@ -40,12 +40,12 @@ class Net(nn.Module):
         return self.c(self.b(self.a(x).tanh()).tanh()) * self.scale
 
 
-def batches(mesh: dr.DeviceMesh, rows: int = 6) -> tuple[list[torch.Tensor], torch.Tensor]:
+def batches(mesh: dr.mesh.DeviceMesh, rows: int = 6) -> tuple[list[torch.Tensor], torch.Tensor]:
     parts = [torch.randn(rows, 8) for _ in mesh.places]
     return parts, dr.from_shards(parts, mesh)
 
 
-def wrap(serial: nn.Module, mesh: dr.DeviceMesh, **options: Any) -> Any:
+def wrap(serial: nn.Module, mesh: dr.mesh.DeviceMesh, **options: Any) -> Any:
     # Small buckets, so that there are several.
     options = {"bucket_cap_mb": 0.001, **options}
     return DistributedDataParallel(
@@ -64,7 +64,7 @@ def serial_step(serial: nn.Module, parts: list[torch.Tensor]) -> None:
     sum(serial(part).square().mean() for part in parts).div(len(parts)).backward()  # type: ignore[union-attr]
 
 
-def streams_of(mesh: dr.DeviceMesh) -> int:
+def streams_of(mesh: dr.mesh.DeviceMesh) -> int:
     order = mesh._mesh_log.order
     return 1 if order is None else order.count
 
@@ -78,7 +78,7 @@ def streams_of(mesh: dr.DeviceMesh) -> int:
     ),
     ids=lambda options: next(iter(options), "plain"),
 )
-def test_gradients_are_the_serial_ones(options: dict[str, bool], mesh: dr.DeviceMesh) -> None:
+def test_gradients_are_the_serial_ones(options: dict[str, bool], mesh: dr.mesh.DeviceMesh) -> None:
     serial = Net()
     model = wrap(serial, mesh, **options)
     for _ in range(3):
@@ -92,7 +92,7 @@ def test_gradients_are_the_serial_ones(options: dict[str, bool], mesh: dr.Device
     assert streams_of(mesh) == 2
 
 
-def test_no_sync_reduces_at_the_last_micro_batch_alone(mesh: dr.DeviceMesh) -> None:
+def test_no_sync_reduces_at_the_last_micro_batch_alone(mesh: dr.mesh.DeviceMesh) -> None:
     serial = Net()
     model = wrap(serial, mesh)
     for _ in range(2):
@@ -109,7 +109,7 @@ def test_no_sync_reduces_at_the_last_micro_batch_alone(mesh: dr.DeviceMesh) -> N
         same(model, serial)
 
 
-def test_ignored_parameters_stay_the_members_own(mesh: dr.DeviceMesh) -> None:
+def test_ignored_parameters_stay_the_members_own(mesh: dr.mesh.DeviceMesh) -> None:
     serial = Net()
     replica = copy.deepcopy(serial).to(mesh.device)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(replica, ["b.weight"])
@@ -128,7 +128,7 @@ def test_ignored_parameters_stay_the_members_own(mesh: dr.DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("hook", ["allreduce_hook", "fp16_compress_hook"])
-def test_hooks(hook: str, mesh: dr.DeviceMesh) -> None:
+def test_hooks(hook: str, mesh: dr.mesh.DeviceMesh) -> None:
     serial = Net()
     model = wrap(serial, mesh)
     model.register_comm_hook(mesh.get_group("dp"), getattr(default_hooks, hook))
@@ -142,7 +142,7 @@ def test_hooks(hook: str, mesh: dr.DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("by_all", [True, False], ids=["by all", "by those with data"])
-def test_join_where_a_members_data_ends_earlier(by_all: bool, mesh: dr.DeviceMesh) -> None:
+def test_join_where_a_members_data_ends_earlier(by_all: bool, mesh: dr.mesh.DeviceMesh) -> None:
     """It goes on with any batch, whose loss counts nothing. torch's join adds zeros in its place."""
     serial = Net()
     model = wrap(serial, mesh)
@@ -166,7 +166,7 @@ def test_join_where_a_members_data_ends_earlier(by_all: bool, mesh: dr.DeviceMes
             theirs.step()
 
 
-def test_members_with_batches_of_other_sizes(mesh: dr.DeviceMesh) -> None:
+def test_members_with_batches_of_other_sizes(mesh: dr.mesh.DeviceMesh) -> None:
     """Each member's loss is the mean of its own rows, as on ranks."""
     serial = Net()
     model = wrap(serial, mesh)
@@ -180,7 +180,7 @@ def test_members_with_batches_of_other_sizes(mesh: dr.DeviceMesh) -> None:
         same(model, serial)
 
 
-def test_training_is_the_serial_one(mesh: dr.DeviceMesh) -> None:
+def test_training_is_the_serial_one(mesh: dr.mesh.DeviceMesh) -> None:
     serial = Net()
     model = wrap(serial, mesh)
     ours, theirs = (torch.optim.Adam(one.parameters(), lr=0.01) for one in (model, serial))
@@ -197,7 +197,7 @@ def test_training_is_the_serial_one(mesh: dr.DeviceMesh) -> None:
             torch.testing.assert_close(shard, q.detach(), atol=1e-5, rtol=1e-4)
 
 
-def test_an_async_all_reduce_runs_beside_and_is_waited_for(mesh: dr.DeviceMesh) -> None:
+def test_an_async_all_reduce_runs_beside_and_is_waited_for(mesh: dr.mesh.DeviceMesh) -> None:
     x = dr.from_shards([torch.full((3,), float(k + 1)) for k in range(len(mesh.places))], mesh)
     work = dist.all_reduce(x, group=mesh.get_group("dp"), async_op=True)
     assert work is not None and work.wait()

@@ -1,4 +1,4 @@
-"""`dr.Experts`: tokens go to their experts and back, and gradients are those of the serial mixture."""
+"""`dr.parallel.Experts`: tokens go to their experts and back, and gradients are those of the serial mixture."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def serial(
     return total.unflatten(0, x.shape[:-1])
 
 
-def mesh_of(ep: int) -> dr.DeviceMesh:
-    return dr.init_device_mesh("cuda", dr.Layout([("data", 4)]).with_experts(ep=ep))
+def mesh_of(ep: int) -> dr.mesh.DeviceMesh:
+    return dr.init_device_mesh("cuda", dr.mesh.Layout([("data", 4)]).with_experts(ep=ep))
 
 
 def batches(tokens: str) -> list[torch.Tensor]:
@@ -72,7 +72,7 @@ def test_gradients_are_those_of_the_serial_mixture(
     router, own = make()
     xs = batches(tokens)
     there = copy.deepcopy(router).to(mesh.device)
-    experts = dr.Experts(list(own), mesh, capacity=capacity)
+    experts = dr.parallel.Experts(list(own), mesh, capacity=capacity)
     given = dr.from_shards(xs, mesh).requires_grad_()
     out = experts(given, *routed(there, given))
     out.square().sum().backward()
@@ -107,7 +107,7 @@ def test_replicas_stay_equal_over_steps(four_gpus: None) -> None:
     mesh = mesh_of(2)
     router, own = make()
     there = copy.deepcopy(router).to(mesh.device)
-    experts = dr.Experts(list(own), mesh)
+    experts = dr.parallel.Experts(list(own), mesh)
     everyone = mesh.lines()
     plain = torch.optim.SGD([*router.parameters(), *own.parameters()], lr=0.5, momentum=0.9)
     optimizer = torch.optim.SGD([*there.parameters(), *experts.parameters()], lr=0.5, momentum=0.9)
@@ -145,7 +145,7 @@ def test_a_state_is_that_of_all_experts(four_gpus: None) -> None:
     _, other = make()
     for p in other.parameters():
         p.data.normal_()
-    model = nn.ModuleDict({"moe": dr.Experts(list(own), mesh_of(2))})
+    model = nn.ModuleDict({"moe": dr.parallel.Experts(list(own), mesh_of(2))})
     state = model.state_dict()
     assert list(state) == [f"moe.{name}" for name in own.state_dict()]
     for name, t in own.state_dict().items():
@@ -154,7 +154,7 @@ def test_a_state_is_that_of_all_experts(four_gpus: None) -> None:
     found = dr.fetch(model.state_dict())
     assert all(torch.equal(found[f"moe.{name}"], t) for name, t in other.state_dict().items())
     # Onto a mesh that shares the experts out otherwise.
-    again = nn.ModuleDict({"moe": dr.Experts(list(own), mesh_of(4))})
+    again = nn.ModuleDict({"moe": dr.parallel.Experts(list(own), mesh_of(4))})
     again.load_state_dict(model.state_dict())
     found = dr.fetch(again.state_dict())
     assert all(torch.equal(found[f"moe.{name}"], t) for name, t in other.state_dict().items())
@@ -165,30 +165,34 @@ def test_a_state_is_that_of_all_experts(four_gpus: None) -> None:
 def test_what_is_refused(four_gpus: None) -> None:
     mesh = mesh_of(2)
     router, own = make()
-    with pytest.raises(dr.ConfigurationError, match="3 experts among 2 members"):
-        dr.Experts(list(own)[:3], mesh)
-    with pytest.raises(dr.ConfigurationError, match="whole number of tokens from 1 on, got 0"):
-        dr.Experts(list(own), mesh, capacity=0)
-    with pytest.raises(dr.UsageError, match="expert 1, Linear, is unlike expert 0"):
-        dr.Experts([own[0], nn.Linear(WIDTH, WIDTH)], mesh)
-    with pytest.raises(dr.UsageError, match="all experts and a mesh"):
-        dr.Experts(list(own), "cuda")  # type: ignore[arg-type]
+    with pytest.raises(dr.errors.ConfigurationError, match="3 experts among 2 members"):
+        dr.parallel.Experts(list(own)[:3], mesh)
+    with pytest.raises(dr.errors.ConfigurationError, match="whole number of tokens from 1 on, got 0"):
+        dr.parallel.Experts(list(own), mesh, capacity=0)
+    with pytest.raises(dr.errors.UsageError, match="expert 1, Linear, is unlike expert 0"):
+        dr.parallel.Experts([own[0], nn.Linear(WIDTH, WIDTH)], mesh)
+    with pytest.raises(dr.errors.UsageError, match="all experts and a mesh"):
+        dr.parallel.Experts(list(own), "cuda")  # type: ignore[arg-type]
     plain = dr.init_device_mesh("cuda", (4,), mesh_dim_names=("data",))
-    with pytest.raises(dr.UsageError, match="no dimension 'ep'"):
-        dr.Experts(list(own), plain, ep="ep")
-    with pytest.raises(dr.UsageError, match=r"ep='moe_ep': this mesh .* it has data. Name the dimension"):
-        dr.Experts(list(own), plain)
-    with pytest.raises(dr.UsageError, match="a list of all experts, got one Linear"):
-        dr.Experts(nn.Linear(2, 2), mesh)  # type: ignore[arg-type]
-    experts = dr.Experts(list(own), mesh)
+    with pytest.raises(dr.errors.UsageError, match="no dimension 'ep'"):
+        dr.parallel.Experts(list(own), plain, ep="ep")
+    with pytest.raises(
+        dr.errors.UsageError, match=r"ep='moe_ep': this mesh .* it has data. Name the dimension"
+    ):
+        dr.parallel.Experts(list(own), plain)
+    with pytest.raises(dr.errors.UsageError, match="a list of all experts, got one Linear"):
+        dr.parallel.Experts(nn.Linear(2, 2), mesh)  # type: ignore[arg-type]
+    experts = dr.parallel.Experts(list(own), mesh)
     x = torch.randn(3, WIDTH, dtype=torch.float64)
     weights, chosen = routed(router, x)
-    with pytest.raises(dr.PlacementError, match=r"takes tensors on .* got one on cpu"):
+    with pytest.raises(dr.errors.PlacementError, match=r"takes tensors on .* got one on cpu"):
         experts(x, weights, chosen)
     x, weights, chosen = (t.detach().to(mesh.device) for t in (x, weights, chosen))
-    with pytest.raises(dr.UsageError, match=r"got \(3, 6\), \(3, 2\) and \(3, 1\)"):
+    with pytest.raises(dr.errors.UsageError, match=r"got \(3, 6\), \(3, 2\) and \(3, 1\)"):
         experts(x, weights, chosen[:, :1])
-    with pytest.raises(dr.UsageError, match=r"are whole numbers, as topk gives them, got torch.float64"):
+    with pytest.raises(
+        dr.errors.UsageError, match=r"are whole numbers, as topk gives them, got torch.float64"
+    ):
         experts(x, weights, weights)
 
 
@@ -202,7 +206,7 @@ def test_clipping_by_the_norm_of_all_experts(norm_type: float, four_gpus: None) 
             self.router, self.experts = router, experts
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if isinstance(self.experts, dr.Experts):
+            if isinstance(self.experts, dr.parallel.Experts):
                 return self.experts(x, *routed(self.router, x))
             return serial(self.router, self.experts, x)  # type: ignore[arg-type]
 
@@ -211,15 +215,15 @@ def test_clipping_by_the_norm_of_all_experts(norm_type: float, four_gpus: None) 
     for k in range(2):
         part, (router, experts) = mesh.select(pp=k), make()
         own.append(Stage(router, experts))
-        there = dr.Experts(list(experts), part, ep="ep", dp=None)
+        there = dr.parallel.Experts(list(experts), part, ep="ep", dp=None)
         stages.append(Stage(copy.deepcopy(router).to(part.device), there))
     x, y = (torch.randn(2, TOKENS, WIDTH, dtype=torch.float64) for _ in "xy")
-    pipe = dr.pipeline(stages, 2, "GPipe", nn.functional.mse_loss)
+    pipe = dr.parallel.pipeline(stages, 2, "GPipe", nn.functional.mse_loss)
     pipe.step(dr.from_shards(list(x), mesh.select(pp=0)), target=dr.from_shards(list(y), mesh.select(pp=1)))
     nn.functional.mse_loss(nn.Sequential(*own)(x.flatten(0, 1)), y.flatten(0, 1)).backward()
     for stage in stages:
         experts = stage.experts
-        assert isinstance(experts, dr.Experts)
+        assert isinstance(experts, dr.parallel.Experts)
         experts.reduce_gradients()
         everyone = experts._mesh.lines()
         for p in stage.router.parameters():

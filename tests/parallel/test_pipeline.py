@@ -46,7 +46,7 @@ def sent(serial: Sequence[nn.Module], schedule: str) -> list[nn.Module]:
 def test_every_schedule_gives_the_gradients_of_the_serial_model(schedule: str, four_gpus: None) -> None:
     serial, (x, y) = layers(), batch()
     stages = sent(serial, schedule)
-    pipe = dr.pipeline(stages, MICRO, schedule, nn.functional.mse_loss)
+    pipe = dr.parallel.pipeline(stages, MICRO, schedule, nn.functional.mse_loss)
     expected = nn.Sequential(*serial)(x)
     loss = nn.functional.mse_loss(expected, y)
     loss.backward()
@@ -67,7 +67,7 @@ def test_every_schedule_gives_the_gradients_of_the_serial_model(schedule: str, f
 def test_evaluation_leaves_gradients_alone(schedule: str, four_gpus: None) -> None:
     serial, (x, y) = layers(), batch(2 * MICRO + 3)
     stages = sent(serial, schedule)
-    pipe = dr.pipeline(stages, MICRO, schedule, nn.functional.mse_loss)
+    pipe = dr.parallel.pipeline(stages, MICRO, schedule, nn.functional.mse_loss)
     pipe.step(x[: 2 * MICRO], target=y[: 2 * MICRO])
     kept = [p.grad.cpu() for p in pipe.parameters() if p.grad is not None]
     losses: list[torch.Tensor] = []
@@ -127,7 +127,7 @@ def test_stages_have_forwards_of_their_own_and_further_inputs(schedule: str, fou
     def loss_fn(logits: torch.Tensor, target: None) -> torch.Tensor:
         return nn.functional.cross_entropy(logits, torch.arange(len(logits), device=logits.device))
 
-    pipe = dr.pipeline(stages, 4, schedule, loss_fn)
+    pipe = dr.parallel.pipeline(stages, 4, schedule, loss_fn)
     # Each micro-batch of four has a contrast of its own.
     for k in range(4):
         a, b = images[4 * k : 4 * k + 4], tokens[4 * k : 4 * k + 4]
@@ -162,7 +162,7 @@ def test_a_frozen_stage_and_an_unused_output(four_gpus: None) -> None:
         stages = sent(serial, schedule)
         x, y = batch()
         nn.functional.mse_loss(serial[2](*serial[1](serial[0](x))), y).backward()
-        dr.pipeline(stages, MICRO, schedule, nn.functional.mse_loss).step(x, target=y)
+        dr.parallel.pipeline(stages, MICRO, schedule, nn.functional.mse_loss).step(x, target=y)
         same_gradients([stages[1].a, stages[2]], [serial[1].a, serial[2]])
         assert all(p.grad is None for p in [*stages[0].parameters(), *stages[1].b.parameters()])
         nn.ModuleList(serial).zero_grad()
@@ -175,7 +175,7 @@ def test_a_stage_without_parameters_is_where_the_one_before_is(four_gpus: None) 
         nn.ReLU(),
         copy.deepcopy(last).to(dr.place(1, "cuda:0")),
     ]
-    pipe = dr.pipeline(stages, 4, "GPipe", nn.functional.mse_loss)
+    pipe = dr.parallel.pipeline(stages, 4, "GPipe", nn.functional.mse_loss)
     x, y = batch()
     nn.functional.mse_loss(last(first(x).relu()), y).backward()
     pipe.step(x, target=y)
@@ -204,7 +204,7 @@ def test_stages_on_meshes(cut: str, schedule: str, four_gpus: None) -> None:
         if cut != "tensor":
             fully_shard(stage, mesh=part["dp"])
         stages.append(stage)
-    pipe = dr.pipeline(stages, 4, schedule, nn.functional.mse_loss)
+    pipe = dr.parallel.pipeline(stages, 4, schedule, nn.functional.mse_loss)
     batches = [batch(8) for _ in range(shape[1])]
     x, y = (torch.cat(of_all) for of_all in zip(*batches))
     nn.functional.mse_loss(nn.Sequential(*serial)(x), y).backward()
@@ -227,7 +227,7 @@ def test_stages_on_meshes(cut: str, schedule: str, four_gpus: None) -> None:
 def test_clipping_over_places(norm_type: float, four_gpus: None) -> None:
     serial, (x, y) = layers(), batch()
     stages = sent(serial, "1F1B")
-    pipe = dr.pipeline(stages, MICRO, loss_fn=nn.functional.mse_loss)
+    pipe = dr.parallel.pipeline(stages, MICRO, loss_fn=nn.functional.mse_loss)
     nn.functional.mse_loss(nn.Sequential(*serial)(x), y).backward()
     pipe.step(x, target=y)
     wanted = nn.utils.clip_grad_norm_([p for own in serial for p in own.parameters()], 0.05, norm_type)
@@ -239,7 +239,7 @@ def test_a_scaler_over_stages(four_gpus: None) -> None:
     serial, (x, y) = layers(2), batch()
     stages = sent(serial, "1F1B")
     scaler = torch.amp.GradScaler("remote", init_scale=1024.0)
-    pipe = dr.pipeline(
+    pipe = dr.parallel.pipeline(
         stages, MICRO, loss_fn=lambda out, target: scaler.scale(nn.functional.mse_loss(out, target))
     )
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
@@ -265,8 +265,10 @@ def test_a_part_of_a_stage_under_ddp_is_refused(four_gpus: None) -> None:
     inner = nn.parallel.DistributedDataParallel(
         nn.Linear(WIDTH, WIDTH).to(mesh.device), process_group=mesh.get_group("dp")
     )
-    with pytest.raises(dr.UsageError, match=r"0 of stage 0 is a DistributedDataParallel.* the whole stage"):
-        dr.pipeline([nn.Sequential(inner)], 2, "GPipe", nn.functional.mse_loss)
+    with pytest.raises(
+        dr.errors.UsageError, match=r"0 of stage 0 is a DistributedDataParallel.* the whole stage"
+    ):
+        dr.parallel.pipeline([nn.Sequential(inner)], 2, "GPipe", nn.functional.mse_loss)
 
 
 @pytest.mark.parametrize("schedule", fewer(NAMES, 4, "another schedule, 2 s"))
@@ -282,7 +284,7 @@ def test_replicas_under_ddp_reduce_once(schedule: str, four_gpus: None) -> None:
         )
         for own, part in zip(serial, parts)
     ]
-    pipe = dr.pipeline(stages, 4, schedule, nn.functional.mse_loss)
+    pipe = dr.parallel.pipeline(stages, 4, schedule, nn.functional.mse_loss)
     # Gradients of the second step are added to those of the first one.
     for _ in range(2):
         batches = [batch(8), batch(8)]
@@ -302,7 +304,7 @@ def test_replicas_under_ddp_reduce_once(schedule: str, four_gpus: None) -> None:
 def test_a_step_is_recorded_as_a_program(four_gpus: None) -> None:
     serial, (x, y) = layers(2), batch()
     stages = sent(serial, "1F1B")
-    pipe = dr.pipeline(stages, 4, loss_fn=nn.functional.mse_loss)
+    pipe = dr.parallel.pipeline(stages, 4, loss_fn=nn.functional.mse_loss)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     plain = torch.optim.SGD(nn.Sequential(*serial).parameters(), lr=0.1)
 
@@ -343,7 +345,7 @@ def test_a_step_over_two_meshes_is_recorded_as_a_program(four_gpus: None) -> Non
     def loss_fn(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
-    pipe = dr.pipeline(stages, 2, loss_fn=loss_fn)
+    pipe = dr.parallel.pipeline(stages, 2, loss_fn=loss_fn)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
     plain = torch.optim.SGD(nn.ModuleList(serial).parameters(), lr=0.1, momentum=0.9)
 
@@ -373,7 +375,7 @@ def test_a_step_that_fails_leaves_the_next_one_alone(four_gpus: None) -> None:
     for k, own in enumerate(serial):
         part = mesh.select(pp=k)
         stages.append(fully_shard(copy.deepcopy(own).to(part.device), mesh=part))
-    pipe = dr.pipeline(stages, 4, "1F1B", nn.functional.mse_loss)
+    pipe = dr.parallel.pipeline(stages, 4, "1F1B", nn.functional.mse_loss)
     x, y = batch(8)
     with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|size mismatch|must match"):
         pipe.step(torch.randn(8, WIDTH + 1), target=y)
@@ -388,33 +390,39 @@ def test_an_error_says_which_pass_it_is_and_logs_no_schedule(
 ) -> None:
     """torch logged a line for each pass of the schedule, above the traceback."""
     stages, (x, y) = sent(layers(2), "1F1B"), batch(8)
-    pipe = dr.pipeline(stages, 4, loss_fn=nn.functional.mse_loss)
+    pipe = dr.parallel.pipeline(stages, 4, loss_fn=nn.functional.mse_loss)
     logger = logging.getLogger("torch.distributed.pipelining.schedules")
     monkeypatch.setattr(logger, "handlers", [caplog.handler])
     with pytest.raises(RuntimeError) as caught:
         pipe.step(torch.randn(8, WIDTH + 1), target=y)
     if sys.version_info >= (3, 11):
         assert caught.value.__notes__ == ["  in 0F0 of the pipeline: stage 0, micro-batch 0"]
-    with pytest.raises(dr.UsageError, match=r"loss_fn\(output, None\) failed \(.*step\(x, target=y\) gives"):
+    with pytest.raises(
+        dr.errors.UsageError, match=r"loss_fn\(output, None\) failed \(.*step\(x, target=y\) gives"
+    ):
         pipe.step(x)
     assert not caplog.records
-    free = dr.pipeline(stages, 4, loss_fn=lambda out, _: out.square().mean())
+    free = dr.parallel.pipeline(stages, 4, loss_fn=lambda out, _: out.square().mean())
     assert free.step(x).shape == y.shape
 
 
 def test_a_stage_that_begins_in_place(four_gpus: None) -> None:
-    """dr.split does not cut there. Where somebody else has, the error says what to do."""
+    """dr.parallel.split does not cut there. Where somebody else has, the error says what to do."""
     model = nn.Sequential(
         nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)
     )
     x, y = batch()
     nn.functional.mse_loss(model(x), y).backward()
-    serial = dr.split(model, 2)
+    serial = dr.parallel.split(model, 2)
     stages = sent(serial, "1F1B")
-    dr.pipeline(stages, 4, loss_fn=nn.functional.mse_loss).step(x, target=y)
+    dr.parallel.pipeline(stages, 4, loss_fn=nn.functional.mse_loss).step(x, target=y)
     same_gradients(stages, serial)
-    pipe = dr.pipeline(sent(dr.split(model, 2, by=["1"]), "1F1B"), 4, loss_fn=nn.functional.mse_loss)
-    with pytest.raises(dr.UsageError, match=r"stage 1 writes in place to what stage 0 .* end stage 0 with"):
+    pipe = dr.parallel.pipeline(
+        sent(dr.parallel.split(model, 2, by=["1"]), "1F1B"), 4, loss_fn=nn.functional.mse_loss
+    )
+    with pytest.raises(
+        dr.errors.UsageError, match=r"stage 1 writes in place to what stage 0 .* end stage 0 with"
+    ):
         pipe.step(x, target=y)
     # Without gradients it may.
     torch.testing.assert_close(pipe.eval(x).cpu(), model(x).detach(), atol=1e-6, rtol=1e-5)
@@ -430,7 +438,7 @@ def test_a_loss_that_raises_comes_up_alone(
 
     x, y = batch()
     with pytest.raises(ValueError, match="no such class"):
-        dr.pipeline(sent(layers(2), "1F1B"), 4, loss_fn=loss_fn).step(x, target=y)
+        dr.parallel.pipeline(sent(layers(2), "1F1B"), 4, loss_fn=loss_fn).step(x, target=y)
     assert not caplog.records and "Full Schedule" not in capfd.readouterr().err
 
 
@@ -441,7 +449,7 @@ class Torn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise dr.NodeFailed("the worker is gone")
+        raise dr.errors.NodeFailed("the worker is gone")
 
 
 class Tearing(nn.Linear):
@@ -454,8 +462,8 @@ def test_what_fails_in_a_backward_pass_comes_up_as_it_is(schedule: str, four_gpu
     """torch made a RuntimeError of it, and whoever waits for NodeFailed did not get it."""
     x, y = batch()
     parts = [nn.Linear(WIDTH, WIDTH), Tearing(WIDTH, WIDTH), *layers(2)]
-    pipe = dr.pipeline(sent(parts, schedule), 4, schedule, nn.functional.mse_loss)
-    with pytest.raises(dr.NodeFailed, match=r"^the worker is gone") as caught:
+    pipe = dr.parallel.pipeline(sent(parts, schedule), 4, schedule, nn.functional.mse_loss)
+    with pytest.raises(dr.errors.NodeFailed, match=r"^the worker is gone") as caught:
         pipe.step(x, target=y)
     # The error that torch has put around it would name it, too, and a cycle keeps the tensors of its frames.
     around = caught.value.__context__
@@ -466,48 +474,54 @@ def test_what_is_refused(four_gpus: None) -> None:
     stages = sent(layers(), "1F1B")
     mse = nn.functional.mse_loss
     x, y = batch()
-    with pytest.raises(dr.ConfigurationError, match="no pipeline schedule '1B1F'; there are 1F1B, GPipe"):
-        dr.pipeline(stages, schedule="1B1F")
-    with pytest.raises(dr.ConfigurationError, match=r"1F1B does not take 2 micro-batches for 4 stages"):
-        dr.pipeline(stages, 2)
     with pytest.raises(
-        dr.ConfigurationError, match=r"for 4 stages the places \[0, 1, 1, 0\].* \[0, 1, 2, 3\]"
+        dr.errors.ConfigurationError, match="no pipeline schedule '1B1F'; there are 1F1B, GPipe"
     ):
-        dr.pipeline(stages, schedule="ZBVZeroBubble")
-    with pytest.raises(dr.ConfigurationError, match="whole number from 1 on, got 0"):
-        dr.pipeline(stages, 0)
-    with pytest.raises(dr.UsageError, match="at least one stage, got none"):
-        dr.pipeline([])
-    with pytest.raises(dr.UsageError, match="stage 1 is function"):
-        dr.pipeline([stages[0], lambda x: x])  # type: ignore[list-item]
-    with pytest.raises(dr.PlacementError, match=r"stage 1 is in this process: weight is a local tensor"):
-        dr.pipeline([stages[0], nn.Linear(2, 2)])
+        dr.parallel.pipeline(stages, schedule="1B1F")
     with pytest.raises(
-        dr.PlacementError, match=r"stage 0 is in several places: 0.0.weight is on node 0 cuda:0"
+        dr.errors.ConfigurationError, match=r"1F1B does not take 2 micro-batches for 4 stages"
     ):
-        dr.pipeline([nn.Sequential(stages[0], stages[1])])
-    with pytest.raises(dr.UsageError, match=r"0.weight of stage 1 is also 0.weight of stage 0"):
-        dr.pipeline([stages[0], stages[0]])
+        dr.parallel.pipeline(stages, 2)
+    with pytest.raises(
+        dr.errors.ConfigurationError, match=r"for 4 stages the places \[0, 1, 1, 0\].* \[0, 1, 2, 3\]"
+    ):
+        dr.parallel.pipeline(stages, schedule="ZBVZeroBubble")
+    with pytest.raises(dr.errors.ConfigurationError, match="whole number from 1 on, got 0"):
+        dr.parallel.pipeline(stages, 0)
+    with pytest.raises(dr.errors.UsageError, match="at least one stage, got none"):
+        dr.parallel.pipeline([])
+    with pytest.raises(dr.errors.UsageError, match="stage 1 is function"):
+        dr.parallel.pipeline([stages[0], lambda x: x])  # type: ignore[list-item]
+    with pytest.raises(
+        dr.errors.PlacementError, match=r"stage 1 is in this process: weight is a local tensor"
+    ):
+        dr.parallel.pipeline([stages[0], nn.Linear(2, 2)])
+    with pytest.raises(
+        dr.errors.PlacementError, match=r"stage 0 is in several places: 0.0.weight is on node 0 cuda:0"
+    ):
+        dr.parallel.pipeline([nn.Sequential(stages[0], stages[1])])
+    with pytest.raises(dr.errors.UsageError, match=r"0.weight of stage 1 is also 0.weight of stage 0"):
+        dr.parallel.pipeline([stages[0], stages[0]])
     mesh = dr.init_device_mesh("cuda", (4,))
-    with pytest.raises(dr.PlacementError, match="stage 0 is on node 0 cuda:0, stage 1 on 4 members"):
-        dr.pipeline([stages[0], nn.Linear(WIDTH, 1).to(mesh.device)])
-    pipe = dr.pipeline(stages, MICRO, loss_fn=mse)
+    with pytest.raises(dr.errors.PlacementError, match="stage 0 is on node 0 cuda:0, stage 1 on 4 members"):
+        dr.parallel.pipeline([stages[0], nn.Linear(WIDTH, 1).to(mesh.device)])
+    pipe = dr.parallel.pipeline(stages, MICRO, loss_fn=mse)
     with pytest.raises(
-        dr.UsageError, match=r"cuts the batch into 8 .* got shape \(15, 6\): give 16 rows, .* divisor"
+        dr.errors.UsageError, match=r"cuts the batch into 8 .* got shape \(15, 6\): give 16 rows, .* divisor"
     ):
         pipe.step(x[:15], target=y)
-    with pytest.raises(dr.UsageError, match=r"cuts target into 8"):
+    with pytest.raises(dr.errors.UsageError, match=r"cuts target into 8"):
         pipe.step(x, target=y[:9])
-    with pytest.raises(dr.UsageError, match="at most 7"):
+    with pytest.raises(dr.errors.UsageError, match="at most 7"):
         pipe.eval(x[:7])
-    with pytest.raises(dr.UsageError, match="no stage takes 'mask'"):
+    with pytest.raises(dr.errors.UsageError, match="no stage takes 'mask'"):
         pipe.step(x, target=y, mask=y)
-    with torch.no_grad(), pytest.raises(dr.UsageError, match=r"pipe\.eval"):
+    with torch.no_grad(), pytest.raises(dr.errors.UsageError, match=r"pipe\.eval"):
         pipe.step(x, target=y)
-    with pytest.raises(dr.UsageError, match="loss_fn"):
-        dr.pipeline(stages).step(x)
-    whole_loss = dr.pipeline(stages, MICRO, loss_fn=lambda out, target: out - target)
-    with pytest.raises(dr.UsageError, match=r"one number and a gradient, got one of shape \(2, 6\)"):
+    with pytest.raises(dr.errors.UsageError, match="loss_fn"):
+        dr.parallel.pipeline(stages).step(x)
+    whole_loss = dr.parallel.pipeline(stages, MICRO, loss_fn=lambda out, target: out - target)
+    with pytest.raises(dr.errors.UsageError, match=r"one number and a gradient, got one of shape \(2, 6\)"):
         whole_loss.step(x, target=y)
 
     class Named(nn.Module):
@@ -518,8 +532,8 @@ def test_what_is_refused(four_gpus: None) -> None:
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"out": self.a(x)}
 
-    named = dr.pipeline([Named().to(dr.place(0, "cuda:0")), stages[1]], 2, loss_fn=mse)
-    with pytest.raises(dr.UsageError, match="stage 0 returns a dict that has tensors in it"):
+    named = dr.parallel.pipeline([Named().to(dr.place(0, "cuda:0")), stages[1]], 2, loss_fn=mse)
+    with pytest.raises(dr.errors.UsageError, match="stage 0 returns a dict that has tensors in it"):
         named.step(x, target=y)
 
 

@@ -52,7 +52,7 @@ def test_a_scaler_over_stages_on_meshes(cut: str, four_gpus: None) -> None:
             for stage, part in zip(stages, parts)
         ]
     scaler = torch.amp.GradScaler("remote", init_scale=1024.0)
-    pipe = dr.pipeline(
+    pipe = dr.parallel.pipeline(
         stages, 4, loss_fn=lambda out, target: scaler.scale(nn.functional.mse_loss(out, target))
     )
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
@@ -138,7 +138,7 @@ def test_streams_of_the_callers_own(kind: str, which: str, four_gpus: None) -> N
     at, serial = homes(kind), layers(3)
     devices = [getattr(home, "device", home) for home in at]
     stages = [nn.Sequential(Slow(), copy.deepcopy(own)).to(device) for own, device in zip(serial, devices)]
-    pipe = dr.pipeline(stages, 4, "GPipe", nn.functional.mse_loss)
+    pipe = dr.parallel.pipeline(stages, 4, "GPipe", nn.functional.mse_loss)
     for step in range(2):
         x, y = batch(8)
         nn.functional.mse_loss(nn.Sequential(*serial)(x), y).backward()

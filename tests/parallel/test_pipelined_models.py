@@ -73,7 +73,7 @@ def test_a_gpt2(schedule: str, four_gpus: None) -> None:
     serial = [First(model, 1), Last(model, 1)]
     stages = [copy.deepcopy(stage).to(place) for stage, place in zip(serial, places(schedule))]
     next_token(serial[1](serial[0](tokens)), tokens).backward()
-    pipe = dr.pipeline(stages, 4, schedule, next_token)
+    pipe = dr.parallel.pipeline(stages, 4, schedule, next_token)
     output = pipe.step(tokens, target=tokens)
     torch.testing.assert_close(output.cpu(), expected.detach(), atol=1e-5, rtol=1e-4)
     same_gradients(stages, serial)
@@ -130,7 +130,7 @@ def test_the_two_towers_of_a_clip(schedule: str, four_gpus: None) -> None:
         whole = model(input_ids=tokens[k : k + 4], pixel_values=pixels[k : k + 4])
         torch.testing.assert_close(ours, whole.logits_per_text)
         (contrast(ours, None) / 2).backward()
-    pipe = dr.pipeline(stages, 2, schedule, contrast)
+    pipe = dr.parallel.pipeline(stages, 2, schedule, contrast)
     pipe.step(pixels, tokens=tokens, return_outputs=False)
     for k, (stage, own) in enumerate(zip(stages, serial)):
         for (name, p), q in zip(stage.named_parameters(), own.parameters()):

@@ -1,4 +1,4 @@
-"""`dr.ShardedOptimizer` and `dr.ShardedEMA`: equal to what one process does with the whole, from shares."""
+"""`dr.parallel.ShardedOptimizer` and `dr.parallel.ShardedEMA`: equal to what one process does with the whole, from shares."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_as_the_whole_optimizer(
 ) -> None:
     here, _ = trained_here(lambda m: kind(m.parameters(), **options), 5)
     there = model().to(mesh.device)
-    optimizer = dr.ShardedOptimizer(
+    optimizer = dr.parallel.ShardedOptimizer(
         there.parameters(), kind, mesh[over] if over else mesh, reduce=reduce, **options
     )
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
@@ -90,7 +90,7 @@ def test_as_the_whole_optimizer(
 
 def test_each_member_keeps_its_share_of_the_state(mesh: Mesh) -> None:
     there = nn.Linear(400, 100).to(mesh.device)
-    optimizer = dr.ShardedOptimizer(there.parameters(), torch.optim.AdamW, mesh)
+    optimizer = dr.parallel.ShardedOptimizer(there.parameters(), torch.optim.AdamW, mesh)
     there(torch.ones(1, 400).to(mesh.device)).sum().backward()
     optimizer.step()
     states = [s for p in optimizer._shares for s in optimizer._inner.state[p].values() if s.dim()]
@@ -101,7 +101,7 @@ def test_the_state_dict_is_that_of_the_whole_optimizer(mesh: Mesh) -> None:
     make = lambda m: torch.optim.AdamW(m.parameters(), lr=0.05)  # noqa: E731
     here, whole = trained_here(make, 3)
     there = model().to(mesh.device)
-    optimizer = dr.ShardedOptimizer(there.parameters(), torch.optim.AdamW, mesh["node"], lr=0.05)
+    optimizer = dr.parallel.ShardedOptimizer(there.parameters(), torch.optim.AdamW, mesh["node"], lr=0.05)
     there.load_state_dict(here.state_dict())
     optimizer.load_state_dict(whole.state_dict())
     again, expected = optimizer.state_dict(), whole.state_dict()
@@ -124,7 +124,7 @@ def test_groups_and_parameters_without_a_gradient(mesh: Mesh) -> None:
         return [{"params": m[0].parameters(), "lr": 0.3}, {"params": m[2].parameters()}]
 
     a = torch.optim.AdamW(groups(here), lr=0.01)
-    b = dr.ShardedOptimizer(groups(there), torch.optim.AdamW, mesh, lr=0.01)
+    b = dr.parallel.ShardedOptimizer(groups(there), torch.optim.AdamW, mesh, lr=0.01)
     for k, x in enumerate(batches(4)):
         for m, o, given in ((here, a, x), (there, b, x.to(mesh.device))):
             m[2].requires_grad_(k != 1)
@@ -150,7 +150,9 @@ class Scaled(nn.Module):
 def test_a_parameter_without_dimensions(mesh: Mesh, reduce: Any) -> None:
     here, there = Scaled(), Scaled().to(mesh.device)
     a = torch.optim.AdamW(here.parameters(), lr=0.05)
-    b = dr.ShardedOptimizer(there.parameters(), torch.optim.AdamW, mesh["node"], reduce=reduce, lr=0.05)
+    b = dr.parallel.ShardedOptimizer(
+        there.parameters(), torch.optim.AdamW, mesh["node"], reduce=reduce, lr=0.05
+    )
     for k, x in enumerate(batches(4)):
         if k == 2:
             # The state goes there and back.
@@ -158,7 +160,9 @@ def test_a_parameter_without_dimensions(mesh: Mesh, reduce: Any) -> None:
             for name, value in a.state_dict()["state"][0].items():
                 assert state["state"][0][name].shape == value.shape
                 torch.testing.assert_close(dr.fetch(state["state"][0][name]), value)
-            b = dr.ShardedOptimizer(there.parameters(), torch.optim.AdamW, mesh, reduce=reduce, lr=0.01)
+            b = dr.parallel.ShardedOptimizer(
+                there.parameters(), torch.optim.AdamW, mesh, reduce=reduce, lr=0.01
+            )
             b.load_state_dict(a.state_dict())
         own = x.to(mesh.device) if reduce is None else dr.from_shards(list(x.chunk(4)), mesh)
         for m, o, given in ((here, a, x), (there, b, own)):
@@ -166,7 +170,7 @@ def test_a_parameter_without_dimensions(mesh: Mesh, reduce: Any) -> None:
             o.step()
             o.zero_grad()
     alike(there, here)
-    average = dr.ShardedEMA(there, 0.5, mesh["node"])
+    average = dr.parallel.ShardedEMA(there, 0.5, mesh["node"])
     average.update()
     torch.testing.assert_close(dr.fetch(average.state_dict()["factor"]), here.factor.detach())
 
@@ -174,7 +178,7 @@ def test_a_parameter_without_dimensions(mesh: Mesh, reduce: Any) -> None:
 def test_parameters_in_bfloat16_with_masters_in_float32(mesh: Mesh) -> None:
     here, there = model(), model().to(mesh.device, torch.bfloat16)
     whole = torch.optim.SGD(here.parameters(), lr=1e-3)
-    optimizer = dr.ShardedOptimizer(
+    optimizer = dr.parallel.ShardedOptimizer(
         there.parameters(), torch.optim.SGD, mesh, master_dtype=torch.float32, lr=1e-3
     )
     with torch.no_grad():
@@ -193,13 +197,13 @@ def test_parameters_in_bfloat16_with_masters_in_float32(mesh: Mesh) -> None:
 
 
 def test_masters_go_on_where_they_were(mesh: Mesh, tmp_path: Path) -> None:
-    def make() -> tuple[nn.Module, dr.ShardedOptimizer]:
+    def make() -> tuple[nn.Module, dr.parallel.ShardedOptimizer]:
         m = model().to(mesh.device, torch.bfloat16)
-        return m, dr.ShardedOptimizer(
+        return m, dr.parallel.ShardedOptimizer(
             m.parameters(), torch.optim.AdamW, mesh, master_dtype=torch.float32, lr=1e-4
         )
 
-    def train(m: nn.Module, o: dr.ShardedOptimizer) -> None:
+    def train(m: nn.Module, o: dr.parallel.ShardedOptimizer) -> None:
         for x in batches(5):
             m(x.to(mesh.device, torch.bfloat16)).square().mean().backward()
             o.step()
@@ -225,7 +229,7 @@ def test_masters_go_on_where_they_were(mesh: Mesh, tmp_path: Path) -> None:
 def test_groups_that_are_added(mesh: Mesh) -> None:
     here, there = model(), model().to(mesh.device)
     a = torch.optim.AdamW(here[0].parameters(), lr=0.01)
-    b = dr.ShardedOptimizer(there[0].parameters(), torch.optim.AdamW, mesh["node"], lr=0.01)
+    b = dr.parallel.ShardedOptimizer(there[0].parameters(), torch.optim.AdamW, mesh["node"], lr=0.01)
     for k, x in enumerate(batches(4)):
         if k == 2:
             a.add_param_group({"params": here[2].parameters(), "lr": 0.3})
@@ -236,7 +240,7 @@ def test_groups_that_are_added(mesh: Mesh) -> None:
             o.step()
             m.zero_grad()
     alike(there, here)
-    with pytest.raises(dr.UsageError, match="got one on cpu"):
+    with pytest.raises(dr.errors.UsageError, match="got one on cpu"):
         b.add_param_group({"params": here[3].parameters()})
     assert len(b.param_groups) == 2
     b.load_state_dict(a.state_dict())
@@ -249,22 +253,24 @@ def test_groups_that_are_added(mesh: Mesh) -> None:
 
 def test_what_cannot_be_sharded(mesh: Mesh) -> None:
     there = model().to(mesh.device)
-    with pytest.raises(dr.NotSupportedError, match="LBFGS needs whole parameters"):
-        dr.ShardedOptimizer(there.parameters(), torch.optim.LBFGS, mesh)
-    with pytest.raises(dr.UsageError, match=r"got one on cpu: model\.to\(mesh\.device\)"):
-        dr.ShardedOptimizer(model().parameters(), torch.optim.SGD, mesh, lr=1.0)
-    with pytest.raises(dr.UsageError, match=r'reduce is None, "avg" or "sum", got .mean.'):
+    with pytest.raises(dr.errors.NotSupportedError, match="LBFGS needs whole parameters"):
+        dr.parallel.ShardedOptimizer(there.parameters(), torch.optim.LBFGS, mesh)
+    with pytest.raises(dr.errors.UsageError, match=r"got one on cpu: model\.to\(mesh\.device\)"):
+        dr.parallel.ShardedOptimizer(model().parameters(), torch.optim.SGD, mesh, lr=1.0)
+    with pytest.raises(dr.errors.UsageError, match=r'reduce is None, "avg" or "sum", got .mean.'):
         mean: Any = "mean"
-        dr.ShardedOptimizer(there.parameters(), torch.optim.SGD, mesh, reduce=mean, lr=1.0)
+        dr.parallel.ShardedOptimizer(there.parameters(), torch.optim.SGD, mesh, reduce=mean, lr=1.0)
     sgd = torch.optim.SGD(there.parameters(), lr=1.0)
     for kind in (sgd, "SGD", nn.Linear):
-        with pytest.raises(dr.UsageError, match=r"takes its class and the arguments, .*AdamW, mesh, lr=1e-3"):
-            dr.ShardedOptimizer(there.parameters(), kind, mesh)  # type: ignore[arg-type]
+        with pytest.raises(
+            dr.errors.UsageError, match=r"takes its class and the arguments, .*AdamW, mesh, lr=1e-3"
+        ):
+            dr.parallel.ShardedOptimizer(there.parameters(), kind, mesh)  # type: ignore[arg-type]
     there = fully_shard(nn.Linear(4, 4).to(mesh.device), mesh=mesh)
     with pytest.raises(
-        dr.NotSupportedError, match=r"got a DTensor: fully_shard and parallelize_module shard"
+        dr.errors.NotSupportedError, match=r"got a DTensor: fully_shard and parallelize_module shard"
     ):
-        dr.ShardedOptimizer(there.parameters(), torch.optim.SGD, mesh, lr=1.0)
+        dr.parallel.ShardedOptimizer(there.parameters(), torch.optim.SGD, mesh, lr=1.0)
 
 
 def whole_of(fetched: Any) -> torch.Tensor:
@@ -281,7 +287,7 @@ def test_the_average_is_the_plain_one(mesh: Mesh, sharded: bool) -> None:
         there = fully_shard(copy.deepcopy(here).to(mesh.device), mesh=mesh)
     plain = AveragedModel(here, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     plain.update_parameters(here)
-    average = dr.ShardedEMA(there, 0.9, None if sharded else mesh["node"])
+    average = dr.parallel.ShardedEMA(there, 0.9, None if sharded else mesh["node"])
     for k in range(5):
         with torch.no_grad():
             for p in (*here.parameters(), *there.parameters()):
@@ -293,7 +299,7 @@ def test_the_average_is_the_plain_one(mesh: Mesh, sharded: bool) -> None:
     found = {name: dr.fetch(value) for name, value in average.state_dict().items()}
     for name, value in plain.module.named_parameters():
         torch.testing.assert_close(whole_of(found[name]), value.detach())
-    again = dr.ShardedEMA(there, 0.9, None if sharded else mesh["node"])
+    again = dr.parallel.ShardedEMA(there, 0.9, None if sharded else mesh["node"])
     again.load_state_dict(average.state_dict())
     again.copy_to(there)
     for p, q in zip(there.parameters(), plain.module.parameters()):

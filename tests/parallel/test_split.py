@@ -23,15 +23,15 @@ def test_the_heaviest_part_is_as_light_as_can_be() -> None:
 
 def test_a_sequential_is_cut_between_its_children() -> None:
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8), nn.Linear(8, 8), nn.Linear(8, 1))
-    parts = dr.split(model, 3)
+    parts = dr.parallel.split(model, 3)
     assert [list(dict(part.named_children())) for part in parts] == [["0", "1"], ["2"], ["3", "4"]]
     x = torch.randn(4, 8)
     assert torch.equal(parts[2](parts[1](parts[0](x))), model(x))
     keys = [key for part in parts for key in part.state_dict()]
     assert keys == list(model.state_dict())
-    named = dr.split(model, 2, by=["3"])
+    named = dr.parallel.split(model, 2, by=["3"])
     assert list(dict(named[1].named_children())) == ["3", "4"]
-    (alone,) = dr.split(model, 1)
+    (alone,) = dr.parallel.split(model, 1)
     assert torch.equal(alone(x), model(x))
 
 
@@ -41,9 +41,9 @@ def test_a_child_that_stands_in_several_places_stays_in_all_of_them() -> None:
     model = nn.Sequential(nn.Linear(4, 8), act, nn.Linear(8, 8), act, nn.Linear(8, 4), act)
     x = torch.randn(3, 4)
     for parts in (
-        dr.split(model, 2),
-        dr.split(model, 3, by=["1", "3"]),
-        dr.split(model, 2, by="time", example=x),
+        dr.parallel.split(model, 2),
+        dr.parallel.split(model, 3, by=["1", "3"]),
+        dr.parallel.split(model, 2, by="time", example=x),
     ):
         assert [name for part in parts for name in part._modules] == list(model._modules)
         found = x
@@ -51,8 +51,8 @@ def test_a_child_that_stands_in_several_places_stays_in_all_of_them() -> None:
             found = part(found)
         assert torch.equal(found, model(x))
     linear = nn.Linear(4, 4)
-    with pytest.raises(dr.UsageError, match=r"1.weight of part 1 is also 0.weight of part 0"):
-        dr.split(nn.Sequential(linear, linear), 2)
+    with pytest.raises(dr.errors.UsageError, match=r"1.weight of part 1 is also 0.weight of part 0"):
+        dr.parallel.split(nn.Sequential(linear, linear), 2)
 
 
 class Residual(nn.Sequential):
@@ -63,11 +63,11 @@ class Residual(nn.Sequential):
 def test_a_sequential_with_a_forward_of_its_own_is_traced(session: object) -> None:
     """It was cut between its children, and what its forward adds was lost."""
     model, x, y = Residual(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(8, 4), torch.randn(8, 4)
-    with pytest.raises(dr.UsageError, match=r"a Residual is no plain nn.Sequential.*example="):
-        dr.split(model, 2)
-    parts = dr.split(model, 2, by=["1"], example=x[:4])
+    with pytest.raises(dr.errors.UsageError, match=r"a Residual is no plain nn.Sequential.*example="):
+        dr.parallel.split(model, 2)
+    parts = dr.parallel.split(model, 2, by=["1"], example=x[:4])
     stages = [part.to(dr.place(k, "cpu")) for k, part in enumerate(parts)]
-    output = dr.pipeline(stages, 2, loss_fn=nn.functional.mse_loss).step(x, target=y)
+    output = dr.parallel.pipeline(stages, 2, loss_fn=nn.functional.mse_loss).step(x, target=y)
     torch.testing.assert_close(output.cpu(), model(x).detach())
 
 
@@ -90,9 +90,9 @@ def test_values_that_skip_a_part_are_handed_on(names: list[str], schedule: str, 
     """The next part was not given what it takes, and results of earlier parts were lost without a word."""
     model, x, y = Skips(), torch.randn(8, 4), torch.randn(8, 4)
     mask = torch.rand(8, 4)
-    parts = dr.split(model, len(names) + 1, by=names, example=(x[:4], mask[:4]))
+    parts = dr.parallel.split(model, len(names) + 1, by=names, example=(x[:4], mask[:4]))
     stages = [part.to(dr.place(k % 2, "cpu")) for k, part in enumerate(parts)]
-    pipe = dr.pipeline(
+    pipe = dr.parallel.pipeline(
         stages,
         4,
         schedule if len(parts) == 2 else "1F1B",
@@ -119,14 +119,14 @@ class Slow(nn.Module):
 
 def test_by_time_the_slow_child_stands_alone() -> None:
     model = nn.Sequential(nn.ReLU(), nn.ReLU(), Slow(), nn.ReLU())
-    first, second, third = dr.split(model, 3, by="time", example=torch.randn(64, 64))
+    first, second, third = dr.parallel.split(model, 3, by="time", example=torch.randn(64, 64))
     assert "2" in dict(second.named_children()) and len(second) == 1  # type: ignore[arg-type]
     assert len(first) == 2 and len(third) == 1  # type: ignore[arg-type]
 
 
 def test_by_time_on_a_worker(session: object) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to("remote")
-    parts = dr.split(model, 2, by="time", example=torch.ones(2, 4, device="remote"))
+    parts = dr.parallel.split(model, 2, by="time", example=torch.ones(2, 4, device="remote"))
     assert [len(part) for part in parts] == [1, 1]  # type: ignore[arg-type]
 
 
@@ -146,9 +146,9 @@ class Blocks(nn.Module):
 
 def test_any_other_model_is_traced_and_its_parts_go_to_workers(session: object) -> None:
     model, tokens = Blocks(), torch.randint(50, (8, 3))
-    parts = dr.split(model, 2, example=tokens[:4])
+    parts = dr.parallel.split(model, 2, example=tokens[:4])
     stages = [part.to(dr.place(k, "cpu")) for k, part in enumerate(parts)]
-    pipe = dr.pipeline(
+    pipe = dr.parallel.pipeline(
         stages, 2, loss_fn=lambda out, y: nn.functional.cross_entropy(out.flatten(0, 1), y.flatten())
     )
     target = torch.randint(50, (8, 3))
@@ -161,33 +161,36 @@ def test_any_other_model_is_traced_and_its_parts_go_to_workers(session: object) 
         torch.testing.assert_close(grads[name].cpu(), p.grad)
     # The model is as it was, so it can be cut again.
     assert [
-        len(list(part.parameters())) > 0 for part in dr.split(model, 3, ["layers.1", "head"], example=tokens)
+        len(list(part.parameters())) > 0
+        for part in dr.parallel.split(model, 3, ["layers.1", "head"], example=tokens)
     ]
 
 
 def test_what_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(dr.UsageError, match="cuts a module, got int"):
-        dr.split(3, 2)  # type: ignore[arg-type]
-    with pytest.raises(dr.UsageError, match="from 1 on, got 0"):
-        dr.split(model, 0)
-    with pytest.raises(dr.UsageError, match=r"names go into by=, dr.split\(model, 2, by=\['1'\]\)"):
-        dr.split(model, ["1"])  # type: ignore[arg-type]
-    with pytest.raises(dr.UsageError, match="2 children cannot be cut into 3 parts"):
-        dr.split(model, 3)
-    with pytest.raises(dr.UsageError, match="got 'size'"):
-        dr.split(model, 2, by="size")
-    with pytest.raises(dr.UsageError, match="begin at 1 names"):
-        dr.split(model, 2, by=["0", "1"])
-    with pytest.raises(dr.UsageError, match="no child 'x' to begin a part with; it has 0, 1"):
-        dr.split(model, 2, by=["x"])
-    with pytest.raises(dr.UsageError, match="after its first child"):
-        dr.split(model, 2, by=["0"])
-    with pytest.raises(dr.UsageError, match=r"example=x"):
-        dr.split(model, 2, by="time")
-    with pytest.raises(dr.UsageError, match=r"is no plain nn.Sequential"):
-        dr.split(Blocks(), 2)
+    with pytest.raises(dr.errors.UsageError, match="cuts a module, got int"):
+        dr.parallel.split(3, 2)  # type: ignore[arg-type]
+    with pytest.raises(dr.errors.UsageError, match="from 1 on, got 0"):
+        dr.parallel.split(model, 0)
+    with pytest.raises(
+        dr.errors.UsageError, match=r"names go into by=, dr.parallel.split\(model, 2, by=\['1'\]\)"
+    ):
+        dr.parallel.split(model, ["1"])  # type: ignore[arg-type]
+    with pytest.raises(dr.errors.UsageError, match="2 children cannot be cut into 3 parts"):
+        dr.parallel.split(model, 3)
+    with pytest.raises(dr.errors.UsageError, match="got 'size'"):
+        dr.parallel.split(model, 2, by="size")
+    with pytest.raises(dr.errors.UsageError, match="begin at 1 names"):
+        dr.parallel.split(model, 2, by=["0", "1"])
+    with pytest.raises(dr.errors.UsageError, match="no child 'x' to begin a part with; it has 0, 1"):
+        dr.parallel.split(model, 2, by=["x"])
+    with pytest.raises(dr.errors.UsageError, match="after its first child"):
+        dr.parallel.split(model, 2, by=["0"])
+    with pytest.raises(dr.errors.UsageError, match=r"example=x"):
+        dr.parallel.split(model, 2, by="time")
+    with pytest.raises(dr.errors.UsageError, match=r"is no plain nn.Sequential"):
+        dr.parallel.split(Blocks(), 2)
     tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     tied[1].weight = tied[0].weight
-    with pytest.raises(dr.UsageError, match=r"1.weight of part 1 is also 0.weight of part 0"):
-        dr.split(tied, 2)
+    with pytest.raises(dr.errors.UsageError, match=r"1.weight of part 1 is also 0.weight of part 0"):
+        dr.parallel.split(tied, 2)

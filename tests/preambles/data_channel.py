@@ -8,6 +8,6 @@ import distruntime as dr
 dr.shutdown()
 sys.path.insert(0, str(Path(dr.__file__).parents[1] / "examples"))
 channel = __import__("08_own_channel").SharedFolder
-dr.register_data_channel("mine", channel)
+dr.distributed.register_data_channel("mine", channel)
 # The suite kills workers.
 logging.getLogger("distruntime").setLevel(logging.ERROR)

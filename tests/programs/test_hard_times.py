@@ -152,7 +152,7 @@ def test_a_replay_that_is_dropped_poisons_all_that_it_would_write(session: objec
         lost = program(x)
         dr.cancel(0)
     for tensor in (lost, box.w, box.h, box.p, box.p.grad):
-        with pytest.raises(dr.StreamCancelled):
+        with pytest.raises(dr.errors.StreamCancelled):
             tensor.detach().cpu()
 
 
@@ -212,7 +212,7 @@ def test_a_program_of_two_nodes_names_the_one_that_is_lost(fresh_session: Callab
     assert program.replays == 2 and there.tolist() == [2.0] * 3
     os.kill(session.nodes[1].welcome.pid, signal.SIGKILL)
     until(lambda: session.nodes[1].failed is not None)
-    with pytest.raises(dr.NodeFailed, match="node 1"):
+    with pytest.raises(dr.errors.NodeFailed, match="node 1"):
         program(x)
     assert (x + 1).tolist() == [2.0] * 3
 

@@ -123,7 +123,7 @@ def test_what_a_plain_call_returns_has_no_graph(x: torch.Tensor) -> None:
             box.k = k
             found = program(x)
     assert found["x"] is x and found["n"] == 3 and found["y"].tolist() == [7.0] * 3
-    with pytest.raises(dr.UsageError, match="its graph stays in the program"):
+    with pytest.raises(dr.errors.UsageError, match="its graph stays in the program"):
         found["y"].sum().backward()
 
 
@@ -190,7 +190,7 @@ def test_what_is_left_elsewhere_is_still_refused(x: torch.Tensor) -> None:
     # A thread of the worker's own waits for this. It is none of the user's, and once begun it does not end.
     alarm = alarms.after(60, lambda: None)
     try:
-        with pytest.raises(dr.NotSupportedError, match="where it cannot be found"):
+        with pytest.raises(dr.errors.NotSupportedError, match="where it cannot be found"):
             for _ in range(3):
                 program(x)
     finally:

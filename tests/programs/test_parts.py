@@ -127,11 +127,11 @@ def test_another_current_stream_is_another_plan_where_streams_are_named(session:
 
 
 @pytest.fixture
-def mesh(session: Any) -> dr.DeviceMesh:
+def mesh(session: Any) -> dr.mesh.DeviceMesh:
     return dr.init_device_mesh("cpu", (2,))
 
 
-def _shards(mesh: dr.DeviceMesh, value: float) -> torch.Tensor:
+def _shards(mesh: dr.mesh.DeviceMesh, value: float) -> torch.Tensor:
     return dr.from_shards([torch.full((4, 4), value + j) for j in range(mesh.size())], mesh)
 
 
@@ -139,7 +139,7 @@ def _members(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [t.member(k) for t in tensors for k in range(2)]  # type: ignore[attr-defined]
 
 
-def test_a_program_on_a_mesh_is_one_instruction_of_all_members(mesh: dr.DeviceMesh) -> None:
+def test_a_program_on_a_mesh_is_one_instruction_of_all_members(mesh: dr.mesh.DeviceMesh) -> None:
     def make() -> Case:
         w, p = (torch.randn(4, 4).to(mesh.device) for _ in range(2))
         p.requires_grad_()
@@ -158,7 +158,7 @@ def test_a_program_on_a_mesh_is_one_instruction_of_all_members(mesh: dr.DeviceMe
     assert replayed_as_eager(make).replays == 6
 
 
-def _collectives(mesh: dr.DeviceMesh) -> Case:
+def _collectives(mesh: dr.mesh.DeviceMesh) -> Case:
     lines, w = mesh.lines(), torch.randn(4, 4).to(mesh.device)
 
     def step(x: torch.Tensor) -> Any:
@@ -174,7 +174,7 @@ def _collectives(mesh: dr.DeviceMesh) -> Case:
     return Case(step, lambda k: (_shards(mesh, 0.1 * k),), lambda: _members(w))
 
 
-def test_collectives_along_a_mesh_stand_between_parts(mesh: dr.DeviceMesh) -> None:
+def test_collectives_along_a_mesh_stand_between_parts(mesh: dr.mesh.DeviceMesh) -> None:
     assert replayed_as_eager(lambda: _collectives(mesh)).replays == 6
 
 
@@ -285,7 +285,7 @@ def test_groups_collectives_and_events_of_other_nodes_stand_between_parts(sessio
             one, two = a * x, b + 1
             event.record()
             event.wait(dr.default_stream(1, "cpu"))
-            dr.all_reduce([one, two])
+            dr.distributed.all_reduce([one, two])
             a.add_(one, alpha=0.1)
             return two.sum(), one
 

@@ -29,7 +29,7 @@ def _mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def _trained(model: nn.Module, mesh: dr.DeviceMesh) -> Case:
+def _trained(model: nn.Module, mesh: dr.mesh.DeviceMesh) -> Case:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -47,11 +47,11 @@ def _trained(model: nn.Module, mesh: dr.DeviceMesh) -> Case:
 
 
 @pytest.fixture
-def mesh(session: Any) -> dr.DeviceMesh:
+def mesh(session: Any) -> dr.mesh.DeviceMesh:
     return dr.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 
 
-def test_a_step_of_fsdp2(mesh: dr.DeviceMesh) -> None:
+def test_a_step_of_fsdp2(mesh: dr.mesh.DeviceMesh) -> None:
     def make() -> Case:
         model = _mlp().to(mesh.device)
         for part in (model[0], model[2], model):
@@ -62,7 +62,7 @@ def test_a_step_of_fsdp2(mesh: dr.DeviceMesh) -> None:
     assert program.replays >= 4 and not program.why
 
 
-def test_a_step_of_tensor_parallelism(mesh: dr.DeviceMesh) -> None:
+def test_a_step_of_tensor_parallelism(mesh: dr.mesh.DeviceMesh) -> None:
     def make() -> Case:
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
         return _trained(parallelize_module(_mlp().to(mesh.device), mesh, plan), mesh)
@@ -71,7 +71,7 @@ def test_a_step_of_tensor_parallelism(mesh: dr.DeviceMesh) -> None:
     assert program.replays >= 4 and not program.why
 
 
-def test_dtensors_are_arguments_and_results(mesh: dr.DeviceMesh) -> None:
+def test_dtensors_are_arguments_and_results(mesh: dr.mesh.DeviceMesh) -> None:
     def make() -> Case:
         w = nn.Parameter(distribute_tensor(torch.randn(8, 8).to(mesh.device), mesh, [Shard(0)]))
 
@@ -95,7 +95,7 @@ def test_dtensors_are_arguments_and_results(mesh: dr.DeviceMesh) -> None:
     whole, named = program(x)
     assert isinstance(whole, DTensor) and whole.placements == (Replicate(),)
     assert isinstance(named["y"], DTensor) and named["y"].placements[0].is_shard()
-    with pytest.raises(dr.UsageError, match="its graph stays in the program"):
+    with pytest.raises(dr.errors.UsageError, match="its graph stays in the program"):
         whole.sum().backward()
 
 

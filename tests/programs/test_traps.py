@@ -498,7 +498,7 @@ def test_what_no_replay_can_do_is_refused_with_the_line_and_a_remedy(x: torch.Te
     make, what, remedy = REFUSED[name]
     box.n, box.w, box.losses = 0, None, []
     program = dr.program(make())
-    with pytest.raises(dr.UsageError) as caught:
+    with pytest.raises(dr.errors.UsageError) as caught:
         for _ in range(4):
             program(x)
     text = str(caught.value)
@@ -511,8 +511,8 @@ def test_a_group_that_is_made_at_each_call_is_never_replayed(x: torch.Tensor) ->
     y = torch.ones(3).to(dr.place(1, "cpu"))
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        group, mine = dr.new_group([0, 1]), x * 2
-        dr.all_reduce([mine, y * 2], group=group)
+        group, mine = dr.distributed.new_group([0, 1]), x * 2
+        dr.distributed.all_reduce([mine, y * 2], group=group)
         return mine
 
     program = dr.program(step)
@@ -605,14 +605,14 @@ def test_numbers_that_follow_nothing_are_refused(x: torch.Tensor) -> None:
 
 def test_arguments_must_be_remote_and_stay_as_they_are(x: torch.Tensor) -> None:
     program = dr.program(lambda x: x + 1)
-    with pytest.raises(dr.UsageError, match=r"send it first, x.to\(\"remote\"\)"):
+    with pytest.raises(dr.errors.UsageError, match=r"send it first, x.to\(\"remote\"\)"):
         program(torch.ones(3))
     program = dr.program(lambda d: d.update(y=d["x"] + 1))
-    with pytest.raises(dr.UsageError, match="change the lists and dictionaries of its arguments"):
+    with pytest.raises(dr.errors.UsageError, match="change the lists and dictionaries of its arguments"):
         program({"x": x})
     leaf = x.clone().requires_grad_()
     program = dr.program(lambda x: (x * x).sum().backward())
-    with pytest.raises(dr.UsageError, match="leave a gradient in argument 0"):
+    with pytest.raises(dr.errors.UsageError, match="leave a gradient in argument 0"):
         program(leaf)
 
 
@@ -647,10 +647,12 @@ def test_no_graph_leaves_a_program_not_even_the_first_time(x: torch.Tensor) -> N
     program = dr.program(lambda x: model(x).sum())
     for _ in range(4):
         loss = program(x)
-        with pytest.raises(dr.UsageError, match=r"its graph stays in the program.*Call backward\(\) inside"):
+        with pytest.raises(
+            dr.errors.UsageError, match=r"its graph stays in the program.*Call backward\(\) inside"
+        ):
             loss.backward()
         head = torch.nn.Parameter(torch.ones((), device=REMOTE))
-        with pytest.raises(dr.UsageError, match="its graph stays in the program"):
+        with pytest.raises(dr.errors.UsageError, match="its graph stays in the program"):
             (loss * head).backward()
     assert model.weight.grad is None and program.replays == 2
     with torch.no_grad():
@@ -659,7 +661,7 @@ def test_no_graph_leaves_a_program_not_even_the_first_time(x: torch.Tensor) -> N
 
 @pytest.mark.parametrize("how", ["cuda graphs", "inducter", True])
 def test_a_program_is_compiled_in_two_ways_or_not_at_all(how: Any) -> None:
-    with pytest.raises(dr.NotSupportedError, match='there are "inductor" and "cudagraphs"'):
+    with pytest.raises(dr.errors.NotSupportedError, match='there are "inductor" and "cudagraphs"'):
         dr.program(lambda x: x, compile=how)
 
 
@@ -669,7 +671,7 @@ def test_verify_finds_what_nobody_can_see(x: torch.Tensor, tmp_path: Path) -> No
     for _ in range(3):
         assert program(x).tolist() == [1.0] * 3
     write(2.0)
-    with pytest.raises(dr.UsageError, match="does something else than its replays did"):
+    with pytest.raises(dr.errors.UsageError, match="does something else than its replays did"):
         program(x)
 
 
@@ -684,7 +686,7 @@ def test_verify_compares_each_call_even_of_floats_that_it_follows(x: torch.Tenso
         assert program(x, 0.5 + k).tolist() == [1.5 + k] * 3
     assert (program.recordings, program.replays) == (7, 0)
     write(2.0)
-    with pytest.raises(dr.UsageError, match="does something else than its replays did"):
+    with pytest.raises(dr.errors.UsageError, match="does something else than its replays did"):
         program(x, 0.5)
 
 

@@ -238,7 +238,7 @@ def test_on_two_nodes_and_their_gpus(fresh_session: Callable[..., Any]) -> None:
     assert (row.name, row.nbytes, row.places, row.shared) == (
         "pair",
         20,
-        (dr.Place(0, "cuda:1"), dr.Place(1, "cpu")),
+        (dr.types.Place(0, "cuda:1"), dr.types.Place(1, "cpu")),
         False,
     )
     assert repr(dr.names()).splitlines()[1].split()[:3] == ["pair", "tuple", "of"]
@@ -287,26 +287,28 @@ def test_names_are_a_table(clean: object) -> None:
 
 def test_a_name_that_is_not_there(clean: object) -> None:
     with pytest.raises(
-        dr.UsageError,
+        dr.errors.UsageError,
         match=r"nothing is published as 'model', nor under any other name: dr.publish\(name, model\)",
     ):
         dr.lookup("model")
     for name in ("optimizer", "model-2"):
         dr.publish(name, torch.ones(1, device=REMOTE))
-    with pytest.raises(dr.UsageError, match="nothing is published as 'modl-2': there are model-2, optimizer"):
+    with pytest.raises(
+        dr.errors.UsageError, match="nothing is published as 'modl-2': there are model-2, optimizer"
+    ):
         dr.lookup("modl-2")
     with pytest.raises(
-        dr.UsageError, match="nothing is published as 'nobody/model-2': there are model-2, optimizer"
+        dr.errors.UsageError, match="nothing is published as 'nobody/model-2': there are model-2, optimizer"
     ):
         dr.lookup("nobody/model-2")
-    with pytest.raises(dr.UsageError, match="nothing is published as 'model'"):
+    with pytest.raises(dr.errors.UsageError, match="nothing is published as 'model'"):
         dr.unpublish("model")
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "x" * 201, 5, None, "two\nlines"])
 def test_what_is_no_name(clean: object, name: Any) -> None:
     for act in (lambda: dr.publish(name, torch.ones(1, device=REMOTE)), lambda: dr.unpublish(name)):
-        with pytest.raises(dr.UsageError, match="a name"):
+        with pytest.raises(dr.errors.UsageError, match="a name"):
             act()
 
 
@@ -321,7 +323,7 @@ def test_a_name_is_given_anew(clean: object) -> None:
     dr.publish("x", torch.zeros(3, device=REMOTE))
     dr.unpublish("x")
     assert slots() <= before
-    with pytest.raises(dr.UsageError, match="nothing is published"):
+    with pytest.raises(dr.errors.UsageError, match="nothing is published"):
         dr.lookup("x")
 
 
@@ -349,23 +351,23 @@ def test_local_tensors_are_refused_by_where_they_are(clean: object) -> None:
     remote = torch.ones(2, device=REMOTE)
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     with pytest.raises(
-        dr.UsageError,
+        dr.errors.UsageError,
         match=r"a Sequential cannot be published: its 0.weight is a local tensor, \(2, 2\) float32 on cpu",
     ):
         dr.publish("model", model)
     model[0].to(REMOTE)
     with pytest.raises(
-        dr.UsageError, match=r'its 1.weight is a local tensor.* Send it first: .to\("remote"\)'
+        dr.errors.UsageError, match=r'its 1.weight is a local tensor.* Send it first: .to\("remote"\)'
     ):
         dr.publish("model", model)
     with pytest.raises(
-        dr.UsageError, match=r"a dict cannot be published: its \['a'\]\[1\]\['b'\] is a local tensor"
+        dr.errors.UsageError, match=r"a dict cannot be published: its \['a'\]\[1\]\['b'\] is a local tensor"
     ):
         dr.publish("tree", {"a": [remote, {"b": torch.zeros(3)}]})
-    with pytest.raises(dr.UsageError, match="it is a local tensor"):
+    with pytest.raises(dr.errors.UsageError, match="it is a local tensor"):
         dr.publish("tensor", torch.zeros(3))
     with pytest.raises(
-        dr.UsageError, match="there is no remote tensor in what is to be published as 'number'"
+        dr.errors.UsageError, match="there is no remote tensor in what is to be published as 'number'"
     ):
         dr.publish("number", {"x": torch.zeros(()), "y": 5})
     assert len(dr.names()) == 0
@@ -373,7 +375,8 @@ def test_local_tensors_are_refused_by_where_they_are(clean: object) -> None:
 
 def test_what_cannot_be_pickled_is_refused(clean: object) -> None:
     with pytest.raises(
-        dr.UsageError, match=r"a dict cannot be published: TypeError: cannot pickle '_thread.lock' object"
+        dr.errors.UsageError,
+        match=r"a dict cannot be published: TypeError: cannot pickle '_thread.lock' object",
     ):
         dr.publish("x", {"x": torch.ones(2, device=REMOTE), "lock": threading.Lock()})
 
@@ -381,7 +384,7 @@ def test_what_cannot_be_pickled_is_refused(clean: object) -> None:
 def test_what_is_on_a_mesh_is_refused_with_what_to_do(clean: object) -> None:
     mesh = dr.init_device_mesh("cpu", (2,))
     x = torch.ones(4, device=mesh.device)
-    with pytest.raises(dr.NotSupportedError, match=r"publish its members' shards.*dr.from_shards"):
+    with pytest.raises(dr.errors.NotSupportedError, match=r"publish its members' shards.*dr.from_shards"):
         dr.publish("x", x)
     dr.publish("x", [x.member(k) for k in range(mesh.size())])
     x += 1
@@ -392,7 +395,7 @@ def test_what_is_on_a_mesh_is_refused_with_what_to_do(clean: object) -> None:
     assert dr.lookup("x")[1].tolist() == [3.0] * 4
     sharded = distribute_tensor(torch.arange(4.0, device=mesh.device), mesh, [Shard(0)])
     with pytest.raises(
-        dr.NotSupportedError,
+        dr.errors.NotSupportedError,
         match=r"a DTensor cannot be published as one.*dr.from_shards and DTensor.from_local",
     ):
         dr.publish("sharded", {"w": sharded})
@@ -417,7 +420,7 @@ def test_what_changed_its_shape_since_must_be_published_again(clean: object) -> 
     dr.synchronize()
     del x
     with pytest.raises(
-        dr.UsageError,
+        dr.errors.UsageError,
         match=r"a tensor has become float32 \(2,\) since it was published, as float32 \(4,\): "
         "publish it again",
     ):
@@ -431,7 +434,7 @@ def test_what_changes_its_shape_while_it_is_looked_up_is_not_taken_for_what_it_w
         x.resize_(2)
         del x
         found = dr.lookup("x")
-    with pytest.raises(dr.UsageError, match="has changed its shape since it was published"):
+    with pytest.raises(dr.errors.UsageError, match="has changed its shape since it was published"):
         found.tolist()
 
 
@@ -442,10 +445,10 @@ def test_a_lost_node_is_named(fresh_session: Callable[..., Any]) -> None:
     dr.publish("near", torch.ones(2, device=REMOTE))
     os.kill(session.workers[1].pid, signal.SIGKILL)
     until(lambda: session.nodes[1].failed is not None)
-    with pytest.raises(dr.NodeFailed, match="node 1"):
+    with pytest.raises(dr.errors.NodeFailed, match="node 1"):
         dr.lookup("far")
     assert dr.lookup("near").tolist() == [1.0, 1.0]
-    with pytest.raises(dr.UsageError, match=r"there is near; node 1 .* is lost, with what was there"):
+    with pytest.raises(dr.errors.UsageError, match=r"there is near; node 1 .* is lost, with what was there"):
         dr.lookup("other")
 
 
@@ -526,7 +529,7 @@ def test_the_next_master_gets_what_was_published_and_nothing_else(
     assert published() is not None
     until(lambda: (gc.collect(), unpublished() is None)[1])
     assert [one.owner for one in dr.names()] == ["alice"] and session.name == "alice"
-    with pytest.raises(dr.SessionClosed):
+    with pytest.raises(dr.errors.SessionClosed):
         x.sum()
 
 
@@ -581,7 +584,8 @@ def test_a_session_with_fewer_nodes_says_which_one_is_missing(
         dr.publish("pair", [torch.zeros(2, device=REMOTE), far])
         enter(fresh_session, daemons[:1], "alice")
         with pytest.raises(
-            dr.UsageError, match=r"some of 'pair' is on node 1 of the session .* connect to that worker too"
+            dr.errors.UsageError,
+            match=r"some of 'pair' is on node 1 of the session .* connect to that worker too",
         ):
             dr.lookup("pair")
         # This session numbers them otherwise.

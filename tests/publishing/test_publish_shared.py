@@ -66,7 +66,7 @@ def test_names_shows_what_others_share(daemon: Keeping) -> None:
         ("alice/x", "alice", True),
     ]
     for name in ("alice/private", "private", "x"):
-        with pytest.raises(dr.UsageError, match=f"nothing is published as '{name}'"):
+        with pytest.raises(dr.errors.UsageError, match=f"nothing is published as '{name}'"):
             dr.lookup(name)
 
 
@@ -109,7 +109,7 @@ WRITES: dict[str, Callable[[Any], object]] = {
 def test_a_write_is_refused_here(daemon: Keeping, how: str) -> None:
     x = dr.lookup("alice/x")
     with pytest.raises(
-        dr.UsageError,
+        dr.errors.UsageError,
         match=rf"a tensor of 'alice/x' {READ_ONLY}(.|\n)*test_publish_shared.py(.|\n)*x.clone\(\)",
     ):
         WRITES[how](x)
@@ -121,7 +121,7 @@ def test_a_write_is_refused_though_the_same_was_done_to_ones_own_before(daemon: 
     x, own = dr.lookup("alice/x"), torch.zeros(3, 4, device=REMOTE)
     for _ in range(3):
         own.add_(1)
-    with pytest.raises(dr.UsageError, match=READ_ONLY):
+    with pytest.raises(dr.errors.UsageError, match=READ_ONLY):
         x.add_(1)
     own.add_(1)
     assert own.sum().item() == 48.0
@@ -131,13 +131,13 @@ def test_training_needs_a_copy_of_ones_own(daemon: Keeping) -> None:
     theirs = dr.lookup("alice/model")
     batch = torch.ones(3, 4, device=REMOTE)
     # torch's schema says nothing of the running statistics.
-    with pytest.raises(dr.UsageError, match=READ_ONLY):
+    with pytest.raises(dr.errors.UsageError, match=READ_ONLY):
         theirs(batch)
     theirs.eval()
     for cls in (torch.optim.SGD, torch.optim.AdamW):
         optimizer = cls(theirs.parameters(), lr=0.1)
         theirs(batch).sum().backward()
-        with pytest.raises(dr.UsageError, match=READ_ONLY):
+        with pytest.raises(dr.errors.UsageError, match=READ_ONLY):
             optimizer.step()
     own = copy.deepcopy(theirs).train()
     optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
@@ -152,7 +152,7 @@ def test_it_cannot_be_published_again_but_a_copy_can(
 ) -> None:
     x = dr.lookup("alice/x")
     with pytest.raises(
-        dr.UsageError,
+        dr.errors.UsageError,
         match="'mine' would hold a tensor of 'alice/x', which is another session's: "
         "publish a copy, copy=True",
     ):
@@ -166,12 +166,12 @@ def test_it_cannot_be_published_again_but_a_copy_can(
 def test_it_lives_as_long_as_somebody_reads_it(daemon: Keeping) -> None:
     x = dr.lookup("alice/x")
     assert daemon.kept["alice"].drop("x", lambda _: True)
-    with pytest.raises(dr.UsageError, match="nothing is published as 'alice/x'"):
+    with pytest.raises(dr.errors.UsageError, match="nothing is published as 'alice/x'"):
         dr.lookup("alice/x")
     del daemon.kept["alice"]
     gc.collect()
     assert x.sum().item() == 66.0
-    with pytest.raises(dr.UsageError, match=READ_ONLY):
+    with pytest.raises(dr.errors.UsageError, match=READ_ONLY):
         x.zero_()
 
 
@@ -197,9 +197,11 @@ def stays(daemon: Keeping, how: Callable[[Any], object]) -> None:
     """Hold that a worker refuses to write the value that `how` is given."""
     x = lawless(dr.lookup("alice/x"))
     how(x)
-    with pytest.raises(dr.UsageError, match="would write what another session has published") as caught:
+    with pytest.raises(
+        dr.errors.UsageError, match="would write what another session has published"
+    ) as caught:
         dr.synchronize()
-    assert isinstance(caught.value, dr.RemoteError)
+    assert isinstance(caught.value, dr.errors.RemoteError)
     assert torch.equal(kept(daemon), torch.arange(12.0).reshape(3, 4))
     dr.synchronize()
 
@@ -238,7 +240,7 @@ def test_a_worker_refuses_running_statistics(daemon: Keeping) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         lawless(tensor)
     model[1].num_batches_tracked = None
-    with pytest.raises(dr.UsageError, match=r"would write(.|\n)*native_batch_norm"):
+    with pytest.raises(dr.errors.UsageError, match=r"would write(.|\n)*native_batch_norm"):
         model[1](torch.ones(3, 4, device=REMOTE))
     dr.synchronize()
     assert model[1].running_mean.tolist() == [0.0] * 4
@@ -252,7 +254,7 @@ def test_a_worker_refuses_its_own_functions(daemon: Keeping) -> None:
 def test_a_worker_records_nothing_that_writes(daemon: Keeping) -> None:
     x = lawless(dr.lookup("alice/x"))
     _record(torch.ops.aten.add_.Tensor, (x, x), {}, x._handle.place, [False, False], None)
-    with pytest.raises(dr.UsageError, match="only what writes nothing is recorded"):
+    with pytest.raises(dr.errors.UsageError, match="only what writes nothing is recorded"):
         dr.synchronize()
     assert x.sum().item() == 66.0
 
@@ -261,9 +263,9 @@ def test_a_worker_refuses_collectives_that_write(daemon: Keeping) -> None:
     with dr.on(0, "cuda:1"):
         other = torch.ones(3, 4)
     x = lawless(dr.lookup("alice/x"))
-    group = dr.new_group([x.place, other.place])
-    dr.all_reduce([x, other], group=group)
-    with pytest.raises(dr.UsageError, match="would write"):
+    group = dr.distributed.new_group([x.place, other.place])
+    dr.distributed.all_reduce([x, other], group=group)
+    with pytest.raises(dr.errors.UsageError, match="would write"):
         other.tolist()
     del x
     gc.collect()
@@ -330,12 +332,12 @@ def test_what_is_not_there_is_poisoned(daemon: Keeping) -> None:
     session = active_session()
     request = session.requests.new(session.nodes[0], "published")
     session.nodes[0].append([PUBLISH, request.number, FIELDS, [999_999]], (0, None, 0))
-    with pytest.raises(dr.InternalError, match="no tensor, or not here"):
+    with pytest.raises(dr.errors.InternalError, match="no tensor, or not here"):
         session.value(request)
     x = lawless(torch.ones(1, device=REMOTE))
     session.nodes[0].append([ADOPT, 77, 1, [x._handle.ref]], (0, None, 0))
     x._handle.born = (session.nodes[0].base + len(session.nodes[0].words), None, 0)
-    with pytest.raises(dr.InternalError, match="what was looked up is not here"):
+    with pytest.raises(dr.errors.InternalError, match="what was looked up is not here"):
         x.tolist()
 
 
@@ -379,6 +381,7 @@ def test_a_lookup_that_meets_two_versions_looks_again(
         del crossed[:]
         times = 1000
         with pytest.raises(
-            dr.UsageError, match=r"'alice/pair' is incomplete. Another process publishes it again and again"
+            dr.errors.UsageError,
+            match=r"'alice/pair' is incomplete. Another process publishes it again and again",
         ):
             dr.lookup("alice/pair")

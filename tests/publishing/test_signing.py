@@ -98,7 +98,7 @@ def test_whatever_is_changed_in_it_is_noticed(daemon: Keeping, tmp_path: Path, p
     else:
         fields[k] = fields[k] + 1 if part == "VERSION" else fields[k] + "!"
     put(daemon, msgpack.packb([msgpack.packb(fields), public, signature]))
-    with pytest.raises(dr.UntrustedError, match="does not match its signature"):
+    with pytest.raises(dr.errors.UntrustedError, match="does not match its signature"):
         dr.lookup("x")
     assert not (tmp_path / "mark").exists()
     assert dr.lookup("y").sum().item() == 0.0
@@ -125,7 +125,7 @@ def test_a_signature_that_does_not_hold(daemon: Keeping, tmp_path: Path, how: st
     fields = body(daemon)
     fields[PICKLE] = pickle.dumps(Mark(tmp_path / "mark"))
     put(daemon, msgpack.packb(TAMPERED[how](msgpack.unpackb(signed(fields)))))
-    with pytest.raises(dr.UntrustedError, match="does not match its signature"):
+    with pytest.raises(dr.errors.UntrustedError, match="does not match its signature"):
         dr.lookup("x")
     assert not (tmp_path / "mark").exists()
 
@@ -133,14 +133,14 @@ def test_a_signature_that_does_not_hold(daemon: Keeping, tmp_path: Path, how: st
 @pytest.mark.parametrize("sealed", [b"", b"\xc1", b"\x93", pickle.dumps(5)], ids=repr)
 def test_what_is_no_envelope(daemon: Keeping, sealed: Any) -> None:
     put(daemon, sealed)
-    with pytest.raises(dr.UntrustedError, match="does not match its signature"):
+    with pytest.raises(dr.errors.UntrustedError, match="does not match its signature"):
         dr.lookup("x")
 
 
 @pytest.mark.parametrize("sealed", ["text", 7, None, ["list"]], ids=repr)
 def test_an_envelope_is_bytes_or_its_worker_is_dropped(daemon: Keeping, sealed: Any) -> None:
     put(daemon, sealed)
-    with pytest.raises(dr.UsageError, match="lost, with what was there"):
+    with pytest.raises(dr.errors.UsageError, match="lost, with what was there"):
         dr.lookup("x")
 
 
@@ -148,7 +148,7 @@ def test_a_strangers_key_is_named_with_how_to_trust_it(daemon: Keeping, tmp_path
     stranger, fields = SigningKey.generate(), body(daemon)
     fields[BY], fields[PICKLE] = "mallory@pit", pickle.dumps(Mark(tmp_path / "mark")) + pickle.dumps(None)
     put(daemon, signed(fields, stranger))
-    with pytest.raises(dr.UntrustedError) as caught:
+    with pytest.raises(dr.errors.UntrustedError) as caught:
         dr.lookup("x")
     shown = signing._text(stranger.verify_key.encode())
     assert f"'x' is signed with the key {shown}, whose holder claims to be mallory@pit" in str(caught.value)
@@ -174,7 +174,8 @@ def test_what_was_signed_as_something_else(daemon: Keeping, tmp_path: Path, what
         dr.publish("x", torch.ones(3, device=REMOTE))
         put(daemon, old)
     with pytest.raises(
-        dr.UntrustedError, match=r"was signed as .*and not as 'x' of 'alice', version \d: somebody has put it"
+        dr.errors.UntrustedError,
+        match=r"was signed as .*and not as 'x' of 'alice', version \d: somebody has put it",
     ):
         dr.lookup("x")
 
@@ -183,7 +184,7 @@ def test_a_signature_under_anything_else_is_none_here(daemon: Keeping) -> None:
     data = msgpack.packb(body(daemon))
     own = signing.own_key()
     put(daemon, msgpack.packb([data, own.verify_key.encode(), own.sign(data).signature]))
-    with pytest.raises(dr.UntrustedError, match="does not match its signature"):
+    with pytest.raises(dr.errors.UntrustedError, match="does not match its signature"):
         dr.lookup("x")
 
 
@@ -197,7 +198,9 @@ def test_workers_that_hold_different_things(
         dr.publish("x", [torch.ones(1, device=REMOTE), far])
         (record,) = daemons[1].kept["alice"].versions("x")
         record.envelope = record.envelope[:-1] + b"!"
-        with pytest.raises(dr.UntrustedError, match=r"does not match its signature|hold different things"):
+        with pytest.raises(
+            dr.errors.UntrustedError, match=r"does not match its signature|hold different things"
+        ):
             dr.lookup("x")
 
 
@@ -205,7 +208,7 @@ def test_another_python_is_refused_with_both_named(daemon: Keeping) -> None:
     fields = body(daemon)
     here, fields[PYTHON] = fields[PYTHON], "3.1"
     put(daemon, signed(fields))
-    with pytest.raises(dr.UsageError, match=rf"published by Python 3.1, and this is Python {here}"):
+    with pytest.raises(dr.errors.UsageError, match=rf"published by Python 3.1, and this is Python {here}"):
         dr.lookup("x")
 
 
@@ -213,7 +216,7 @@ def test_another_form_is_refused(daemon: Keeping) -> None:
     fields = body(daemon)
     fields[FORM] = 99
     put(daemon, signed(fields))
-    with pytest.raises(dr.UsageError, match="in a form that this one does not know"):
+    with pytest.raises(dr.errors.UsageError, match="in a form that this one does not know"):
         dr.lookup("x")
 
 
@@ -233,7 +236,7 @@ NONSENSE: list[Any] = [
 def test_a_worker_whose_answer_makes_no_sense_is_dropped(daemon: Keeping, answer: Any) -> None:
     (session,) = daemon._by_peer.values()
     session.executor.shelf.find = lambda *_: answer  # type: ignore[method-assign]
-    with pytest.raises(dr.UsageError, match="lost, with what was there"):
+    with pytest.raises(dr.errors.UsageError, match="lost, with what was there"):
         dr.lookup("x")
     assert "broke the protocol" in dr.nodes()[0].why
 
@@ -269,7 +272,7 @@ def test_a_key_is_made_at_the_first_publish_for_its_owner_alone(keys: Path, sess
 
 
 def test_looking_up_makes_no_key(keys: Path, session: object) -> None:
-    with pytest.raises(dr.UsageError):
+    with pytest.raises(dr.errors.UsageError):
         dr.lookup("x")
     assert not keys.exists()
 
@@ -295,7 +298,7 @@ def test_a_key_that_others_may_read_is_refused(keys: Path, mode: int) -> None:
     signing.own_key()
     (keys / "own").chmod(mode)
     with pytest.raises(
-        dr.ConfigurationError,
+        dr.errors.ConfigurationError,
         match=f"mode {mode:04o}, expected one that its owner alone may read. Do: chmod 600",
     ):
         signing.own_key()
@@ -305,7 +308,7 @@ def test_a_key_that_others_may_read_is_refused(keys: Path, mode: int) -> None:
 def test_a_file_that_holds_no_key_is_refused(keys: Path, text: str) -> None:
     signing.own_key()
     (keys / "own").write_text(text, encoding="utf-8")
-    with pytest.raises(dr.ConfigurationError, match="without a signing key in it"):
+    with pytest.raises(dr.errors.ConfigurationError, match="without a signing key in it"):
         signing.own_key()
 
 
@@ -313,12 +316,12 @@ def test_a_list_that_others_may_write_is_refused(keys: Path) -> None:
     keys.mkdir()
     (keys / "trusted").write_text(signing.public_line(), encoding="utf-8")
     (keys / "trusted").chmod(0o666)
-    with pytest.raises(dr.ConfigurationError, match=r"writable by others.*chmod go-w"):
+    with pytest.raises(dr.errors.ConfigurationError, match=r"writable by others.*chmod go-w"):
         signing.trusted_keys()
     (keys / "trusted").chmod(0o644)
     (keys / "trusted").write_text("AAAA alice\n", encoding="utf-8")
     with pytest.raises(
-        dr.ConfigurationError,
+        dr.errors.ConfigurationError,
         match="line 1: expected a key as `python -m distruntime key` prints it, got 'AAAA alice'",
     ):
         signing.trusted_keys()

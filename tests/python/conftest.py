@@ -8,11 +8,11 @@ import pytest
 
 import distruntime as dr
 
-_meshes: dict[int, dr.DeviceMesh] = {}
+_meshes: dict[int, dr.mesh.DeviceMesh] = {}
 
 
 @pytest.fixture
-def mesh(session: Any) -> dr.DeviceMesh:
+def mesh(session: Any) -> dr.mesh.DeviceMesh:
     """Two members on the two workers of the shared session."""
     if id(session) not in _meshes:
         _meshes.clear()
@@ -21,7 +21,7 @@ def mesh(session: Any) -> dr.DeviceMesh:
 
 
 @pytest.fixture
-def nurseries(mesh: dr.DeviceMesh) -> None:
+def nurseries(mesh: dr.mesh.DeviceMesh) -> None:
     """The workers have what starts processes, so that a test does not wait for it."""
     if "spmd" not in mesh._kept:
         dr.fetch(dr.spmd(mesh, lambda: None)())

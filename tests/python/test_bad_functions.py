@@ -33,9 +33,9 @@ def _goes_on(session: object) -> Iterator[None]:
         dr.synchronize()
 
 
-def fails(function: Callable[..., object], *args: object, **options: Any) -> dr.RemoteError:
+def fails(function: Callable[..., object], *args: object, **options: Any) -> dr.errors.RemoteError:
     """Return what a call of a function on node 1 raises."""
-    with pytest.raises(dr.RemoteError) as caught:
+    with pytest.raises(dr.errors.RemoteError) as caught:
         dr.fetch(dr.remote(function, **options)(*args, node=1))
     return caught.value
 
@@ -50,12 +50,14 @@ def there(error: BaseException) -> str:
 
 def test_a_function_that_cannot_be_pickled_names_what_it_captures() -> None:
     lock = threading.Lock()
-    with pytest.raises(dr.UsageError, match=r"`lock`, a lock, cannot be pickled .* Make it inside"):
+    with pytest.raises(dr.errors.UsageError, match=r"`lock`, a lock, cannot be pickled .* Make it inside"):
         dr.remote(lambda: lock)()
     held = {"name": [1, lock]}
-    with pytest.raises(dr.UsageError, match=r"a lock, cannot be pickled"):
+    with pytest.raises(dr.errors.UsageError, match=r"a lock, cannot be pickled"):
         dr.remote(lambda: held)()
-    with pytest.raises(dr.UsageError, match=r"an argument cannot travel to a worker: .*a lock, cannot"):
+    with pytest.raises(
+        dr.errors.UsageError, match=r"an argument cannot travel to a worker: .*a lock, cannot"
+    ):
         dr.remote(len)([lock])
 
 
@@ -128,13 +130,13 @@ def calls_itself(x: int) -> object:
     ],
 )
 def test_whatever_captures_what_cannot_be_pickled_is_followed(function: Any, named: str) -> None:
-    with pytest.raises(dr.UsageError, match=rf"`{named}`, a lock, cannot be pickled"):
+    with pytest.raises(dr.errors.UsageError, match=rf"`{named}`, a lock, cannot be pickled"):
         dr.remote(function)(1)
 
 
 def test_a_result_that_cannot_be_pickled_stays_there() -> None:
     lock = dr.remote(threading.Lock)(node=1)
-    with pytest.raises(dr.RemoteError, match="lock cannot be pickled, so it stays on the worker"):
+    with pytest.raises(dr.errors.RemoteError, match="lock cannot be pickled, so it stays on the worker"):
         dr.fetch(lock)
     assert dr.fetch(lock.locked()) is False  # type: ignore[attr-defined]
 
@@ -147,22 +149,22 @@ def test_a_module_that_is_missing_there_is_named(tmp_path: Path, monkeypatch: py
     import only_here  # type: ignore[import-not-found]
 
     monkeypatch.setattr("distruntime.log.line._LIBRARIES", (str(package.parent),))
-    with pytest.raises(dr.RemoteError, match="the module 'only_here' is not installed on this worker"):
+    with pytest.raises(dr.errors.RemoteError, match="the module 'only_here' is not installed on this worker"):
         dr.fetch(dr.remote(only_here.f)(node=1))
     sys.modules.pop("only_here")
 
 
 def test_code_does_not_travel_to_another_version_of_python(
-    session: Any, mesh: dr.DeviceMesh, monkeypatch: pytest.MonkeyPatch
+    session: Any, mesh: dr.mesh.DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = session.nodes[1]
     monkeypatch.setattr(node, "welcome", dataclasses.replace(node.welcome, python="3.99.1"))
     wanted = r"cannot travel to node 1 .*, which runs Python 3\.99 and not 3\.\d+ as here: .*Run one version"
-    with pytest.raises(dr.ConfigurationError, match=r"test_code_.*<lambda> " + wanted):
+    with pytest.raises(dr.errors.ConfigurationError, match=r"test_code_.*<lambda> " + wanted):
         dr.remote(lambda: 1)(node=1)
-    with pytest.raises(dr.ConfigurationError, match="an argument of map " + wanted):
+    with pytest.raises(dr.errors.ConfigurationError, match="an argument of map " + wanted):
         dr.remote(map)(lambda x: x, [1], node=1)
-    with pytest.raises(dr.ConfigurationError, match=r"<lambda> " + wanted):
+    with pytest.raises(dr.errors.ConfigurationError, match=r"<lambda> " + wanted):
         dr.spmd(mesh, lambda: 1)()
     # What travels by its name is what that Python has.
     assert dr.fetch(dr.remote(sorted)({3, 1}, node=1)) == [1, 3]
@@ -250,7 +252,7 @@ def test_what_is_no_exception_does_not_end_the_worker(kind: type[BaseException],
     def ends() -> None:
         raise kind(3)
 
-    with pytest.raises(dr.RemoteError, match=text):
+    with pytest.raises(dr.errors.RemoteError, match=text):
         dr.fetch(dr.remote(ends)(node=1))
 
 
@@ -320,14 +322,14 @@ def test_a_function_that_ends_the_process_is_named(fresh_session: Callable[..., 
         os._exit(3)
 
     lost = dr.remote(leaves, returns=object)(node=1)
-    with pytest.raises(dr.NodeFailed, match=r"leaves called os\._exit\(3\), which ends the worker"):
+    with pytest.raises(dr.errors.NodeFailed, match=r"leaves called os\._exit\(3\), which ends the worker"):
         dr.fetch(lost)
     assert torch.ones(1, device=REMOTE).item() == 1.0
 
     def crashes() -> bytes:
         return ctypes.string_at(0)
 
-    with pytest.raises(dr.NodeFailed, match=rf'(?s)SIGSEGV.*Fatal.*{__file__}", line \d+ in crashes'):
+    with pytest.raises(dr.errors.NodeFailed, match=rf'(?s)SIGSEGV.*Fatal.*{__file__}", line \d+ in crashes'):
         dr.fetch(dr.remote(crashes, returns=object)(node=0))
     dr.restart(0)
     assert torch.ones(1, device=REMOTE).item() == 1.0

@@ -87,7 +87,7 @@ def test_who_steps_out_of_a_function_does_not_step_through_the_worker(typed: Cal
 @pytest.mark.parametrize("line", ["q", EOFError()])
 def test_the_end_of_the_input_ends_the_function(typed: Callable[..., Script], line: Any) -> None:
     typed(line)
-    with pytest.raises(dr.RemoteError, match="stops was ended at its breakpoint"):
+    with pytest.raises(dr.errors.RemoteError, match="stops was ended at its breakpoint"):
         dr.fetch(dr.remote(stops, returns=object)(1, node=1))
     assert dr.fetch(dr.remote(len)([1], node=1)) == 1
 
@@ -125,7 +125,7 @@ def test_cancelling_ends_a_function_at_its_breakpoint(typed: Callable[..., Scrip
     until(lambda: active_session().requests.output._prompts)
     dr.cancel(1)
     until(lambda: not active_session().requests.output._prompts)
-    with pytest.raises(dr.StreamCancelled, match="stops was interrupted"):
+    with pytest.raises(dr.errors.StreamCancelled, match="stops was interrupted"):
         dr.fetch(stopped)
 
 
@@ -133,6 +133,6 @@ def test_the_end_of_the_session_ends_it(fresh_session: Callable[..., Any]) -> No
     inner = fresh_session(world_size=1)
     stopped = dr.remote(stops, returns=object)(1)
     until(lambda: inner.requests.output._prompts)
-    with pytest.raises(dr.RemoteError, match="stops was ended at its breakpoint"):
+    with pytest.raises(dr.errors.RemoteError, match="stops was ended at its breakpoint"):
         dr.shutdown()
     del stopped

@@ -112,7 +112,7 @@ def test_none_in_a_named_tuple_is_none_and_may_be_a_tensor_later() -> None:
     assert f(torch.zeros(2, device=REMOTE)).extra is None
     assert f(torch.ones(2, device=REMOTE)).extra.tolist() == [2.0, 2.0]
     # What was a tensor is expected to be one, and what was not expected is an error.
-    with pytest.raises(dr.UsageError, match=r'where a tensor .* was expected.*returns="ask"'):
+    with pytest.raises(dr.errors.UsageError, match=r'where a tensor .* was expected.*returns="ask"'):
         dr.fetch(f(torch.zeros(2, device=REMOTE)))
     assert f.options(returns="ask")(torch.zeros(2, device=REMOTE)).extra is None
 
@@ -157,7 +157,7 @@ def test_a_class_that_is_not_here_stays_an_object_beside_tensors_with_gradients(
     f: Any = dr.remote(in_a_class_of_its_own)
     for k in range(1, 3):
         a, found, b = f(x)
-        assert isinstance(found, dr.RemoteObject)
+        assert isinstance(found, dr.types.RemoteObject)
         assert found.a.tolist() == [7.0] * 3
         (a + 2 * b).sum().backward()
         assert x.grad.tolist() == [11.0 * k] * 3
@@ -193,18 +193,18 @@ def test_an_example_may_be_of_such_a_class() -> None:
         assert f(x).extra["twice"].tolist() == [2.0] * 3
         assert g(x).loss.item() == 9.0
     with pytest.raises(
-        dr.UsageError, match=r"returned a Losses of 3 where a Answer of 2|returned a tuple of 3"
+        dr.errors.UsageError, match=r"returned a Losses of 3 where a Answer of 2|returned a tuple of 3"
     ):
         dr.fetch(dr.remote(in_a_named_tuple, returns=Answer(loss=total, logits=one))(x))
 
     class Hidden(NamedTuple):
         a: Any
 
-    with pytest.raises(dr.UsageError, match="its class is not found by its name"):
+    with pytest.raises(dr.errors.UsageError, match="its class is not found by its name"):
         dr.remote(in_a_named_tuple, returns=Hidden(one))(x)
 
 
-def test_on_a_mesh_the_class_holds_tensors_of_the_mesh(mesh: dr.DeviceMesh) -> None:
+def test_on_a_mesh_the_class_holds_tensors_of_the_mesh(mesh: dr.mesh.DeviceMesh) -> None:
     x = torch.ones(3, device=mesh.device)
     found: Any = dr.remote(in_a_named_tuple)(x)
     assert type(found) is Losses
@@ -260,7 +260,7 @@ def test_a_class_that_a_worker_names_runs_nothing(name: str, monkeypatch: pytest
 def test_a_class_whose_fields_differ_is_not_taken() -> None:
     assert is_here(f"{__name__}:Losses", "['loss', 'extra', 'count']")
     assert not is_here(f"{__name__}:Losses", "['loss', 'extra']")
-    with pytest.raises(dr.UsageError, match="is another one now, or is gone"):
+    with pytest.raises(dr.errors.UsageError, match="is another one now, or is gone"):
         remade(Opened(f"{__name__}:Losses", "['loss']", [1]))
     with pytest.raises(dr.DistruntimeError, match="not plain values"):
         remade(Opened("collections:OrderedDict", "__import__('os')", [1]))

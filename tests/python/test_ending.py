@@ -35,7 +35,7 @@ def test_a_timeout_ends_a_function(session: object) -> None:
     endless = dr.remote(for_ever, returns=object, timeout=0.05)
     with pytest.raises(TimeoutError, match=r"for_ever ran for longer than its timeout of 0\.05 s") as caught:
         dr.fetch(endless(node=1))
-    assert isinstance(caught.value, dr.RemoteError)
+    assert isinstance(caught.value, dr.errors.RemoteError)
     assert "while time.monotonic()" in str(caught.value.__cause__) or "pass" in str(caught.value.__cause__)
     assert torch.ones(1, device=dr.place(1)).item() == 1.0
 
@@ -50,7 +50,7 @@ def test_a_timeout_counts_the_call_alone(session: object) -> None:
 
 
 def cancelled(value: object, text: str = "was interrupted by dr.cancel") -> None:
-    with pytest.raises(dr.StreamCancelled, match=text):
+    with pytest.raises(dr.errors.StreamCancelled, match=text):
         dr.fetch(value)
 
 
@@ -95,7 +95,7 @@ def test_cancelling_one_call_leaves_the_others(session: object, tmp_path: Path) 
     assert dr.fetch([x, after])[1] == 2
     dr.cancel(after)
     assert dr.fetch(after) == 2
-    with pytest.raises(dr.UsageError, match="expected a node's number"):
+    with pytest.raises(dr.errors.UsageError, match="expected a node's number"):
         dr.cancel("one")
 
 

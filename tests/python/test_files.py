@@ -32,19 +32,21 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 def test_a_folder_goes_to_a_worker_and_comes_back(session: object, folder: Path, tmp_path: Path) -> None:
-    assert dr.push(folder, 1, tmp_path / "there") == str(tmp_path / "there")
+    assert dr.data.push(folder, 1, tmp_path / "there") == str(tmp_path / "there")
     there = contents(tmp_path / "there")
     names = ["large.bin", "below/empty", "below/deeper/run.sh", "linked/run.sh"]
     assert sorted(there) == sorted(names)
     assert there == {name: contents(folder).get(name, there["below/deeper/run.sh"]) for name in names}
     assert there["linked/run.sh"] == (b"echo", 0o755)
-    assert dr.pull(tmp_path / "there", dr.place(1, "cpu"), to=tmp_path / "back") == str(tmp_path / "back")
+    assert dr.data.pull(tmp_path / "there", dr.place(1, "cpu"), to=tmp_path / "back") == str(
+        tmp_path / "back"
+    )
     assert contents(tmp_path / "back") == there
 
 
 def test_a_file_goes_under_a_name_of_its_own(session: object, folder: Path, tmp_path: Path) -> None:
-    dr.push(folder / "large.bin", 0, tmp_path / "new" / "copy.bin")
-    dr.pull(tmp_path / "new" / "copy.bin", 0, tmp_path / "again.bin")
+    dr.data.push(folder / "large.bin", 0, tmp_path / "new" / "copy.bin")
+    dr.data.pull(tmp_path / "new" / "copy.bin", 0, tmp_path / "again.bin")
     assert (tmp_path / "again.bin").read_bytes() == (folder / "large.bin").read_bytes()
 
 
@@ -67,7 +69,7 @@ def test_what_is_there_does_not_travel_and_what_is_half_there_goes_on(
     monkeypatch.setattr(files, "upload", upload)
     if way == "pull":
         monkeypatch.setattr(files, "Incoming", Counting)
-    go = dr.push if way == "push" else dr.pull
+    go = dr.data.push if way == "push" else dr.data.pull
     target, half = tmp_path / "target.bin", 5 << 20
     part = sent_files._part(str(target), hashlib.sha256(whole).hexdigest())
     Path(part).write_bytes(whole[:half])
@@ -87,22 +89,22 @@ def test_what_is_there_does_not_travel_and_what_is_half_there_goes_on(
 
 def test_what_cannot_be_done_says_why(session: object, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="neither a file nor a folder"):
-        dr.push(tmp_path / "nothing", 1)
+        dr.data.push(tmp_path / "nothing", 1)
     with pytest.raises(FileNotFoundError, match="neither a file nor a folder"):
-        dr.pull(tmp_path / "nothing", 1)
+        dr.data.pull(tmp_path / "nothing", 1)
     with pytest.raises(IsADirectoryError, match="name the file, to="):
-        dr.push(folder / "large.bin", 1, tmp_path)
+        dr.data.push(folder / "large.bin", 1, tmp_path)
     with pytest.raises(OSError, match="/proc"):
-        dr.push(folder / "large.bin", 1, "/proc/nowhere/large.bin")
-    with pytest.raises(dr.PlacementError, match="there is no node 9"):
-        dr.push(folder, 9)
-    with pytest.raises(dr.PlacementError, match="expected the number of a node"):
-        dr.push(folder, "one")
-    with pytest.raises(dr.UsageError, match="expected the path"):
-        dr.pull(None, 1)  # type: ignore[arg-type]
+        dr.data.push(folder / "large.bin", 1, "/proc/nowhere/large.bin")
+    with pytest.raises(dr.errors.PlacementError, match="there is no node 9"):
+        dr.data.push(folder, 9)
+    with pytest.raises(dr.errors.PlacementError, match="expected the number of a node"):
+        dr.data.push(folder, "one")
+    with pytest.raises(dr.errors.UsageError, match="expected the path"):
+        dr.data.pull(None, 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["../out", "/etc/x", "a/../../x", "a\0"])
 def test_a_worker_puts_no_file_elsewhere(name: str) -> None:
-    with pytest.raises(dr.ProtocolError):
+    with pytest.raises(dr.errors.ProtocolError):
         files._require_below((name, 1, 0o600, "0"))

@@ -85,11 +85,11 @@ def test_a_call_that_nobody_fetches_runs_at_once(tmp_path: Path) -> None:
 
 @contextmanager
 def no_waits() -> Iterator[None]:
-    dr.set_sync_debug_mode("error")
+    dr.profiler.set_sync_debug_mode("error")
     try:
         yield
     finally:
-        dr.set_sync_debug_mode("default")
+        dr.profiler.set_sync_debug_mode("default")
 
 
 def test_a_decorator_with_options_and_without() -> None:
@@ -118,7 +118,7 @@ def test_it_runs_where_its_arguments_are_or_where_it_is_told() -> None:
     assert f.options(node=1)().place == dr.place(1)
     with dr.node(1):
         assert f().place == dr.place(1)
-    with pytest.raises(dr.PlacementError, match=r"runs on node 0 cpu, and an argument is on node 1"):
+    with pytest.raises(dr.errors.PlacementError, match=r"runs on node 0 cpu, and an argument is on node 1"):
         f(there, node=0)
 
 
@@ -150,7 +150,7 @@ def test_results_that_are_not_as_declared_are_an_error_that_says_so(pair: tuple[
     f: Any = dr.remote(mixed, returns=torch.empty(7, device="meta"))
     got = f(*pair)
     with pytest.raises(
-        dr.RemoteError,
+        dr.errors.RemoteError,
         match=r'mixed returned a tensor \(2, 3\) float32 where a tensor \(7,\) float32 .*"ask"',
     ):
         got.cpu()
@@ -214,7 +214,7 @@ def test_a_function_that_fails_poisons_what_it_was_told_to_write() -> None:
 
     x, z = torch.zeros(3, device=REMOTE), torch.zeros(3, device=REMOTE)
     dr.remote(fail, writes=["x"], returns=object)(x)
-    with pytest.raises(dr.RemoteError, match="half way"):
+    with pytest.raises(dr.errors.RemoteError, match="half way"):
         x.cpu()
     assert z.tolist() == [0.0] * 3
 
@@ -292,7 +292,7 @@ def test_a_failure_shows_the_bodys_lines_and_the_callers() -> None:
     got = f(torch.ones(2, device=REMOTE))
     with pytest.raises(KeyError, match="no such thing") as caught:
         got.cpu()
-    assert isinstance(caught.value, dr.RemoteError)
+    assert isinstance(caught.value, dr.errors.RemoteError)
     assert re.search(r"issued at .*test_functions\.py:\d+ +got = f\(torch\.ones", str(caught.value))
     assert 'raise KeyError("no such thing")' in "".join(traceback.format_exception(caught.value))
 
@@ -392,10 +392,10 @@ def test_what_cannot_travel_is_named() -> None:
         return lock
 
     with pytest.raises(
-        dr.UsageError, match=r"f cannot travel to a worker: `lock`, a lock, cannot be pickled"
+        dr.errors.UsageError, match=r"f cannot travel to a worker: `lock`, a lock, cannot be pickled"
     ):
         dr.remote(f)()
-    with pytest.raises(dr.UsageError, match=r"an argument cannot travel"):
+    with pytest.raises(dr.errors.UsageError, match=r"an argument cannot travel"):
         dr.remote(lambda x: x)(lock)
 
 
@@ -405,7 +405,7 @@ def test_a_remote_tensor_in_a_closure_is_told_to_be_an_argument() -> None:
     def f() -> torch.Tensor:
         return x + 1
 
-    with pytest.raises(dr.UsageError, match=r"`x`.*pass it as an argument"):
+    with pytest.raises(dr.errors.UsageError, match=r"`x`.*pass it as an argument"):
         dr.remote(f)()
 
 
@@ -416,12 +416,12 @@ def test_what_cannot_be_pickled_stays_there() -> None:
         return threading.Lock()
 
     lock: Any = dr.remote(make)()
-    with pytest.raises(dr.RemoteError, match="lock cannot be pickled, so it stays on the worker"):
+    with pytest.raises(dr.errors.RemoteError, match="lock cannot be pickled, so it stays on the worker"):
         dr.fetch(lock)
     assert dr.fetch(lock.locked()) is False
 
 
 @pytest.mark.parametrize("wrong", [5, "text"])
 def test_only_what_can_be_called_is_made_remote(wrong: Any) -> None:
-    with pytest.raises(dr.UsageError, match="takes a function or a class"):
+    with pytest.raises(dr.errors.UsageError, match="takes a function or a class"):
         dr.remote(wrong)

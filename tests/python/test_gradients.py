@@ -53,11 +53,11 @@ def test_a_gradient_that_an_object_keeps_is_an_error_and_not_lost(x: Any) -> Non
     # The first call asks what it returns, and the second knows.
     for _ in range(2):
         f(x).loss.backward()
-        with pytest.raises(dr.NotSupportedError, match=r"in_an_object has kept in an object"):
+        with pytest.raises(dr.errors.NotSupportedError, match=r"in_an_object has kept in an object"):
             dr.synchronize()
     for loss in dr.remote(items)(x):
         loss.backward()
-        with pytest.raises(dr.NotSupportedError, match=r"items has kept in an object"):
+        with pytest.raises(dr.errors.NotSupportedError, match=r"items has kept in an object"):
             dr.synchronize()
 
 
@@ -70,13 +70,13 @@ def test_gradients_cannot_be_differentiated_again_and_that_is_no_secret(x: Any) 
     f: Any = dr.remote(lambda x: x**3)
     (found,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
     assert found.tolist() == [3.0] * 3
-    with pytest.raises(dr.NotSupportedError, match="cannot be differentiated again"):
+    with pytest.raises(dr.errors.NotSupportedError, match="cannot be differentiated again"):
         (found.sum() + x.sum()).backward()
 
 
 def test_an_example_without_grad_does_not_drop_gradients(x: Any) -> None:
     f: Any = dr.remote(lambda x: x * 2, returns=torch.empty(3, device="meta"))
-    with pytest.raises(dr.UsageError, match="that requires grad where"):
+    with pytest.raises(dr.errors.UsageError, match="that requires grad where"):
         f(x).tolist()
     with torch.no_grad():
         assert f(x).tolist() == [2.0] * 3

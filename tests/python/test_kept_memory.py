@@ -106,7 +106,7 @@ def test_a_loader_whose_batches_are_one_buffer(session: Any, ahead: int) -> None
                 buffer.fill_(k)
                 yield buffer
 
-    loader = dr.data_loader(Buffered, node=0, ahead=ahead, batch_size=None)
+    loader = dr.data.data_loader(Buffered, node=0, ahead=ahead, batch_size=None)
     kept, sums = [], []
     for batch in loader:
         kept.append(batch)

@@ -142,11 +142,11 @@ def test_a_change_that_cannot_travel_raises_at_the_call() -> None:
     space["held"] = threading.Lock()
     for _ in range(2):
         with pytest.raises(
-            dr.UsageError, match="f cannot travel to a worker: `held`, a lock, cannot be pickled"
+            dr.errors.UsageError, match="f cannot travel to a worker: `held`, a lock, cannot be pickled"
         ):
             f()
     space["held"] = torch.ones(2, device=dr.place(0))
-    with pytest.raises(dr.UsageError, match="f captures `held` on node 0 cpu: pass it as an argument"):
+    with pytest.raises(dr.errors.UsageError, match="f captures `held` on node 0 cpu: pass it as an argument"):
         f()
     space["held"] = 2
     assert dr.fetch(f()) == 2
@@ -233,7 +233,7 @@ def test_a_factory_of_a_module() -> None:
 # -- meshes, and what runs there -----------------------------------------------------------------------------
 
 
-def test_members_of_a_mesh(mesh: dr.DeviceMesh) -> None:
+def test_members_of_a_mesh(mesh: dr.mesh.DeviceMesh) -> None:
     space = cells("k = 1\ndef f(x): return x * k")
     f: Any = dr.remote(space["f"])
     x = torch.ones(2, device=mesh.device)
@@ -253,7 +253,7 @@ def alive():
 """
 
 
-def test_spmd_sees_changes_and_frees_what_is_outdated(mesh: dr.DeviceMesh) -> None:
+def test_spmd_sees_changes_and_frees_what_is_outdated(mesh: dr.mesh.DeviceMesh) -> None:
     space = cells(ALIVE + "k, n, cfg = 1, 0, {'a': 1}\n")
     cell(space, "def f():\n    global n\n    n += 1\n    return k, cfg['a'], n, len(vars(held)), alive()")
     f: Any = dr.spmd(mesh, space["f"])
@@ -286,7 +286,7 @@ def test_data_loaders_have_what_they_were_made_with_and_say_so(passed: bool) -> 
         "    def __getitem__(self, i): return torch.full((1,), float(scale))\n"
     )
     factory = space["Data"]() if passed else space["Data"]
-    loader = dr.data_loader(factory, node=0, batch_size=2)
+    loader = dr.data.data_loader(factory, node=0, batch_size=2)
     assert [batch.tolist() for batch in loader] == [[[1.0], [1.0]]]
     # A copy of an argument is there, as everywhere.
     vars(factory).update(note=1) if passed else None
@@ -298,5 +298,5 @@ def test_data_loaders_have_what_they_were_made_with_and_say_so(passed: bool) -> 
         assert [batch.tolist() for batch in loader] == [[[1.0], [1.0]]]
     assert told[0].filename == __file__
     assert [batch.tolist() for batch in loader] == [[[1.0], [1.0]]]
-    another = dr.data_loader(factory, node=0, batch_size=2)
+    another = dr.data.data_loader(factory, node=0, batch_size=2)
     assert [batch.tolist() for batch in another] == [[[2.0], [2.0]]]

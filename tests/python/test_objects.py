@@ -78,11 +78,11 @@ def test_methods_run_in_order_and_a_tuple_is_a_tuple(env: Any) -> None:
 def test_a_known_method_does_not_wait(env: Any) -> None:
     env.step(0)
     env.step(1)
-    dr.set_sync_debug_mode("error")
+    dr.profiler.set_sync_debug_mode("error")
     try:
         kept = [env.step(k) for k in range(10)]
     finally:
-        dr.set_sync_debug_mode("default")
+        dr.profiler.set_sync_debug_mode("default")
     assert kept[-1][0][0].item() == 12.0
 
 
@@ -240,7 +240,7 @@ def test_objects_are_arguments_of_functions_and_of_methods(env: Any) -> None:
 
 
 def test_an_object_of_another_node_is_refused(env: Any) -> None:
-    with pytest.raises(dr.PlacementError, match="node 0 cpu, and an argument is on node 1"):
+    with pytest.raises(dr.errors.PlacementError, match="node 0 cpu, and an argument is on node 1"):
         dr.remote(lambda e: e)(env, node=0)
 
 
@@ -289,7 +289,7 @@ def test_copies_are_made_there_and_pickles_are_refused(env: Any) -> None:
     for other in (copy.copy(env), copy.deepcopy(env)):
         other.step(0)
         assert dr.fetch([env.count, other.count]) == [1, 2]
-    with pytest.raises(dr.UsageError, match=r"cannot be pickled, as it is on a worker: dr\.fetch"):
+    with pytest.raises(dr.errors.UsageError, match=r"cannot be pickled, as it is on a worker: dr\.fetch"):
         pickle.dumps(env)
 
 
@@ -303,7 +303,7 @@ def test_a_coroutine_runs_to_its_end_there() -> None:
 
 @pytest.mark.parametrize("node", ["1", 7, 1.5])
 def test_a_node_that_is_none_is_an_error(node: Any) -> None:
-    with pytest.raises(dr.PlacementError, match="node"):
+    with pytest.raises(dr.errors.PlacementError, match="node"):
         dr.remote(len)([1], node=node)
 
 

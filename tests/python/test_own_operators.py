@@ -71,9 +71,9 @@ def test_the_gradient_is_what_the_program_has_registered() -> None:
 def test_a_fake_kernel_spares_the_wait() -> None:
     x = torch.ones(3, device=REMOTE)
     scaled(x, 1.0)
-    before = sum(stall.count for stall in dr.stalls())
+    before = sum(stall.count for stall in dr.profiler.stalls())
     results = [scaled(x, float(k)) for k in range(5)]
-    assert sum(stall.count for stall in dr.stalls()) == before
+    assert sum(stall.count for stall in dr.profiler.stalls()) == before
     assert [result.sum().item() for result in results] == [0.0, 3.0, 6.0, 9.0, 12.0]
 
 
@@ -130,7 +130,7 @@ def test_it_runs_in_functions_and_compiled_graphs() -> None:
     assert dr.remote(lambda x: scaled(x, 3.0) + 1)(x).tolist() == [1.0, 4.0, 7.0]
     compiled = torch.compile(lambda x: scaled(x, 3.0) * 2, backend="distruntime")
     assert all(compiled(x).tolist() == [0.0, 6.0, 12.0] for _ in range(4))
-    with pytest.raises(dr.NotSupportedError, match="call it outside"):
+    with pytest.raises(dr.errors.NotSupportedError, match="call it outside"):
         dr.program(lambda x: scaled(x, 3.0) * 2)(x)
 
 

@@ -26,10 +26,10 @@ class Leaves:
         return Path.touch, (self._path,)
 
 
-class Kept(dr.DataChannel):
+class Kept(dr.distributed.DataChannel):
     """A data channel that no worker has."""
 
-    capabilities = dr.Capabilities(frozenset({"send"}))
+    capabilities = dr.distributed.Capabilities(frozenset({"send"}))
 
     def send(self, data: torch.Tensor, to: int, tag: int) -> None:
         """Send nothing."""
@@ -65,17 +65,17 @@ def worker(tmp_path: Path) -> Iterator[Start]:
 
 def refuses(text: str, path: Path) -> None:
     """Check that functions are refused, that nothing was unpickled there, and that operators go on."""
-    with pytest.raises(dr.NotSupportedError, match=text):
+    with pytest.raises(dr.errors.NotSupportedError, match=text):
         dr.fetch(dr.remote(len)([1]))
-    with pytest.raises(dr.NotSupportedError, match=text):
+    with pytest.raises(dr.errors.NotSupportedError, match=text):
         dr.fetch(dr.remote(len, returns=object)(Leaves(path)))
     thing = Leaves(path)
-    with pytest.raises(dr.NotSupportedError, match=text):
+    with pytest.raises(dr.errors.NotSupportedError, match=text):
         dr.fetch(dr.remote(lambda: thing)())
     assert not path.exists()
-    dr.register_data_channel("Kept", Kept)
+    dr.distributed.register_data_channel("Kept", Kept)
     with pytest.raises(dr.DistruntimeError, match=text):
-        dr.new_group([dr.place(0, "cpu"), dr.place(0, "cuda:0")], backend="Kept")
+        dr.distributed.new_group([dr.place(0, "cpu"), dr.place(0, "cuda:0")], backend="Kept")
     assert torch.ones(2, device="remote").tolist() == [1.0, 1.0]
 
 
@@ -87,13 +87,13 @@ def test_a_worker_refuses_functions(worker: Start, tmp_path: Path) -> None:
         mesh, path = dr.init_device_mesh("cpu", (1,)), str(tmp_path)
         for use in (
             lambda: dr.spmd(mesh, lambda: 1)(),
-            lambda: list(dr.data_loader([1, 2], node=0)),
+            lambda: list(dr.data.data_loader([1, 2], node=0)),
             lambda: dr.RemoteModule(torch.nn.Linear, 2, 2, node=0),
             lambda: dr.load(path, node=0),
             lambda: dr.load(path, node=mesh),
-            lambda: dr.pull(path, 0, to=path),
+            lambda: dr.data.pull(path, 0, to=path),
         ):
-            with pytest.raises(dr.NotSupportedError, match=r"[s]tarted with --no-functions"):
+            with pytest.raises(dr.errors.NotSupportedError, match=r"[s]tarted with --no-functions"):
                 use()
 
 
@@ -102,7 +102,7 @@ def test_a_session_without_a_key_runs_no_function_and_opens_no_object(worker: St
     with dr.init_master_worker(workers=[started.address], insecure=True, timeout=STARTING):
         # An error quotes the line that has issued the call, and so would match its own pattern.
         refuses(r"[h]as no key, .*`distruntime-worker keygen`", tmp_path / "there")
-        with pytest.raises(dr.NotSupportedError, match=r"this session has no key, .* return tensors"):
+        with pytest.raises(dr.errors.NotSupportedError, match=r"this session has no key, .* return tensors"):
             unpickled(memoryview(cloudpickle.dumps(Leaves(tmp_path / "here"))), [], active_session())
         assert not (tmp_path / "here").exists()
 

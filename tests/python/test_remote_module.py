@@ -128,7 +128,7 @@ def test_tied_weights_are_tied() -> None:
 def test_what_makes_no_module_is_refused() -> None:
     with pytest.raises(TypeError, match="makes a list"):
         dr.RemoteModule(lambda: [1])
-    with pytest.raises(dr.UsageError, match="takes what makes a module"):
+    with pytest.raises(dr.errors.UsageError, match="takes what makes a module"):
         dr.RemoteModule(5)  # type: ignore[arg-type]
 
 
@@ -156,7 +156,7 @@ def test_a_copy_has_its_own_buffers() -> None:
     made.norm.running_mean.fill_(3)
     assert made.remote.norm.running_mean.tolist() == [3.0] * 3
     made.norm.running_mean = torch.zeros(3, device=REMOTE)
-    with pytest.raises(dr.NotSupportedError, match=r"'running_mean' of Normed was replaced"):
+    with pytest.raises(dr.errors.NotSupportedError, match=r"'running_mean' of Normed was replaced"):
         made(x)
 
 
@@ -241,7 +241,7 @@ def test_what_would_not_reach_the_worker_is_refused() -> None:
         f"'head.z' .*{fixed}": lambda: net.head.register_buffer("z", torch.ones(1)),
         f"'head.w' .*{fixed}": lambda: net.head.register_parameter("w", None),
     }.items():
-        with pytest.raises(dr.NotSupportedError, match=text):
+        with pytest.raises(dr.errors.NotSupportedError, match=text):
             act()
 
 
@@ -261,7 +261,7 @@ def test_torchs_parametrizations_are_computed_here() -> None:
     parametrize.register_parametrization(layer, "weight", Doubled())
     net(torch.ones(1, 2, device=REMOTE)).sum().backward()
     assert layer.parametrizations.weight.original.grad.tolist() == [[2.0, 2.0]]
-    with pytest.raises(dr.NotSupportedError, match="is computed here"):
+    with pytest.raises(dr.errors.NotSupportedError, match="is computed here"):
         net.to(dr.place(1))
     parametrize.remove_parametrizations(layer, "weight")
     assert getattr(net.remote, "0").weight.tolist() == [[2 * value for value in before[0]]]

@@ -103,7 +103,7 @@ def test_tensors_that_cannot_be_proxies_are_objects() -> None:
 
 def test_a_name_among_the_arguments_is_no_name_of_an_argument() -> None:
     f: Any = dr.remote(lambda *args, **named: torch.ones(2) if args[0] == "a" else {"o": 1})
-    assert isinstance(f(1, a=2), dr.RemoteObject)
+    assert isinstance(f(1, a=2), dr.types.RemoteObject)
     assert isinstance(f("a", 1, 2), torch.Tensor)
 
 
@@ -115,15 +115,15 @@ def test_arguments_arrive_as_they_are() -> None:
     assert dr.fetch(twice(one, [one])) and not dr.fetch(twice(one, [[1]]))
 
 
-def test_a_result_that_is_in_itself_is_an_object(mesh: dr.DeviceMesh) -> None:
+def test_a_result_that_is_in_itself_is_an_object(mesh: dr.mesh.DeviceMesh) -> None:
     def circular(x: Any) -> Any:
         found: list[Any] = [x]
         found += [found, found]
         return found
 
     found: Any = dr.remote(circular)(torch.ones(2, device=REMOTE))
-    assert isinstance(found, dr.RemoteObject)
+    assert isinstance(found, dr.types.RemoteObject)
     assert found[1][2][0].tolist() == [1.0, 1.0]
     both: Any = dr.spmd(mesh, circular)(torch.ones(2, device=mesh.device))
-    assert all(isinstance(one, dr.RemoteObject) for one in both)
+    assert all(isinstance(one, dr.types.RemoteObject) for one in both)
     assert dr.fetch(both[1])[1][2][0].tolist() == [1.0, 1.0]

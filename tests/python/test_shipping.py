@@ -61,28 +61,30 @@ def files(name: str) -> list[str]:
 def test_a_package_is_imported_there_once_it_is_shipped(session: object, package: tuple[Path, str]) -> None:
     _, name = package
     call = dr.remote(imported)
-    with pytest.raises(ModuleNotFoundError, match=rf'send it, dr\.ship\("{name}"\); dr\.compare\(\) lists'):
+    with pytest.raises(
+        ModuleNotFoundError, match=rf'send it, dr\.workers\.ship\("{name}"\); dr\.workers\.compare\(\) lists'
+    ):
         dr.fetch(call(name, node=1))
-    dr.ship(name)
+    dr.workers.ship(name)
     assert dr.fetch([call(name, node=0), call(name, node=1)]) == [1, 1]
     assert dr.fetch(dr.remote(files)(name, node=1)) == ["__init__.py", "inner.py", "words.txt"]
 
 
 def test_what_has_changed_replaces_what_was_imported(session: object, package: tuple[Path, str]) -> None:
     folder, name = package
-    dr.ship(name)
+    dr.workers.ship(name)
     module: ModuleType = importlib.import_module(name)
     by_name = dr.remote(module.answer)
     assert dr.fetch([by_name(node=1), dr.remote(imported)(name, node=1)]) == [1, 1]
     (folder / "inner.py").write_text("def answer():\n    return 22\n", encoding="utf-8")
-    dr.ship(module)
+    dr.workers.ship(module)
     assert dr.fetch([by_name(node=1), dr.remote(imported)(name, node=1)]) == [22, 22]
 
 
 def test_one_node_gets_a_folder_of_modules(session: object, tmp_path: Path) -> None:
     name = f"alone{next(_names)}"
     (tmp_path / f"{name}.py").write_text("def answer():\n    return 3\n", encoding="utf-8")
-    dr.ship(tmp_path, node=1)
+    dr.workers.ship(tmp_path, node=1)
     assert dr.fetch(dr.remote(imported)(name, node=1)) == 3
     with pytest.raises(ModuleNotFoundError, match="is not installed on this worker"):
         dr.fetch(dr.remote(imported)(name, node=0))
@@ -92,23 +94,23 @@ def test_a_worker_that_comes_later_gets_it_too(
     fresh_session: Callable[..., Any], package: tuple[Path, str]
 ) -> None:
     fresh_session()
-    dr.ship(package[1])
+    dr.workers.ship(package[1])
     dr.restart(1, force=True)
     assert dr.fetch(dr.remote(imported)(package[1], node=1)) == 1
 
 
-def test_the_members_of_a_mesh_import_it_too(mesh: dr.DeviceMesh, package: tuple[Path, str]) -> None:
+def test_the_members_of_a_mesh_import_it_too(mesh: dr.mesh.DeviceMesh, package: tuple[Path, str]) -> None:
     folder, name = package
     call = dr.spmd(mesh, imported, returns=object)
-    with pytest.raises(ModuleNotFoundError, match=rf'send it, dr\.ship\("{name}"\).* \(rank [01]\)'):
+    with pytest.raises(ModuleNotFoundError, match=rf'send it, dr\.workers\.ship\("{name}"\).* \(rank [01]\)'):
         dr.fetch(call(name))
     before = dr.fetch(dr.spmd(mesh, os.getpid)())
-    dr.ship(name)
+    dr.workers.ship(name)
     assert dr.fetch(call(name)) == [1, 1]
     by_name = dr.spmd(mesh, importlib.import_module(name).answer, returns=object)
     assert dr.fetch(by_name()) == [1, 1]
     (folder / "inner.py").write_text("def answer():\n    return 22\n", encoding="utf-8")
-    dr.ship(name)
+    dr.workers.ship(name)
     assert dr.fetch([call(name), by_name()]) == [[22, 22], [22, 22]]
     assert dr.fetch(dr.spmd(mesh, os.getpid)()) == before
 
@@ -148,14 +150,14 @@ def test_what_stands_in_torchs_place_travels_as_torchs_own(session: object, tmp_
     ],
 )
 def test_what_cannot_be_shipped_is_refused(session: object, what: str, why: str) -> None:
-    with pytest.raises(dr.UsageError, match=why):
-        dr.ship(what)
+    with pytest.raises(dr.errors.UsageError, match=why):
+        dr.workers.ship(what)
 
 
 def test_the_nodes_are_compared(session: object, package: tuple[Path, str]) -> None:
     _, name = package
-    dr.ship(name, node=1)
-    found = dr.compare()
+    dr.workers.ship(name, node=1)
+    found = dr.workers.compare()
     assert found.nodes == (0, 1) and name in found.differences
     here, there, other = found.versions[name]
     assert (there, other) == (None, here) and str(here).startswith("shipped ")
@@ -163,14 +165,14 @@ def test_the_nodes_are_compared(session: object, package: tuple[Path, str]) -> N
     text = repr(found)
     assert "differs  " + name in text and "missing" in text and "more are the same on all" in text
     assert "numpy" not in text and "<td>" in found._repr_html_()
-    named = dr.compare(packages="numpy")
+    named = dr.workers.compare(packages="numpy")
     assert list(named.versions) == ["python", "torch", "numpy"] and "numpy" in repr(named)
 
 
 def test_a_node_with_another_python_is_compared(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     node = session.nodes[1]
     monkeypatch.setattr(node, "welcome", dataclasses.replace(node.welcome, python="3.99.1"))
-    found = dr.compare()
+    found = dr.workers.compare()
     assert found.versions["python"][2] == "3.99.1" and "python" in found.differences
     assert len(set(found.versions["torch"])) == 1
     assert len(set(found.versions["numpy"])) == 1 and len(set(found.versions["typing-extensions"])) == 1

@@ -19,7 +19,7 @@ import distruntime as dr
 from processes import state, until
 
 
-def ranks(mesh: dr.DeviceMesh) -> list[torch.Tensor]:
+def ranks(mesh: dr.mesh.DeviceMesh) -> list[torch.Tensor]:
     return [torch.full((3,), float(k)) for k in range(mesh.size())]
 
 
@@ -42,7 +42,7 @@ def serial(steps: int, rate: float = 0.1) -> tuple[nn.Module, list[float]]:
 # -- arguments and results -----------------------------------------------------------------------------------
 
 
-def test_each_member_runs_it_on_its_shard(mesh: dr.DeviceMesh) -> None:
+def test_each_member_runs_it_on_its_shard(mesh: dr.mesh.DeviceMesh) -> None:
     @dr.spmd(mesh)
     def f(x: torch.Tensor, factor: float) -> tuple[torch.Tensor, int, str, dict[str, torch.Tensor]]:
         assert type(x) is torch.Tensor
@@ -61,7 +61,7 @@ def test_each_member_runs_it_on_its_shard(mesh: dr.DeviceMesh) -> None:
     assert [t.tolist() for t in dr.shards(named["own"] * 1)] == [[1.0] * 3, [2.0] * 3]
 
 
-def test_what_it_writes_into_a_shard_is_there_afterwards(mesh: dr.DeviceMesh) -> None:
+def test_what_it_writes_into_a_shard_is_there_afterwards(mesh: dr.mesh.DeviceMesh) -> None:
     @dr.spmd(mesh)
     def write(x: torch.Tensor) -> None:
         x[1:] += 10 + dist.get_rank()
@@ -75,22 +75,22 @@ def test_what_it_writes_into_a_shard_is_there_afterwards(mesh: dr.DeviceMesh) ->
     assert not before.any()
 
 
-def test_a_known_call_waits_for_nothing(mesh: dr.DeviceMesh) -> None:
+def test_a_known_call_waits_for_nothing(mesh: dr.mesh.DeviceMesh) -> None:
     @dr.spmd(mesh)
     def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
     x = torch.ones(2, device=mesh.device)
     double(x)
-    dr.set_sync_debug_mode("error")
+    dr.profiler.set_sync_debug_mode("error")
     try:
         y = double(double(x))
     finally:
-        dr.set_sync_debug_mode("default")
+        dr.profiler.set_sync_debug_mode("default")
     assert y.tolist() == [4.0, 4.0]
 
 
-def test_local_tensors_and_arrays_arrive(mesh: dr.DeviceMesh) -> None:
+def test_local_tensors_and_arrays_arrive(mesh: dr.mesh.DeviceMesh) -> None:
     found = dr.spmd(mesh, lambda x, y, z: (x + z["y"].sum(), float(y.sum())))(
         torch.ones(2), torch.arange(1 << 15).numpy(), {"y": torch.ones(2, device=mesh.device)}
     )
@@ -98,20 +98,20 @@ def test_local_tensors_and_arrays_arrive(mesh: dr.DeviceMesh) -> None:
     assert dr.fetch(found[1]) == [float(sum(range(1 << 15)))] * 2
 
 
-def test_sizes_that_differ_come_as_a_list(mesh: dr.DeviceMesh) -> None:
+def test_sizes_that_differ_come_as_a_list(mesh: dr.mesh.DeviceMesh) -> None:
     found = dr.spmd(mesh, lambda: torch.ones(1 + dist.get_rank()))()
     assert [t.tolist() for t in found] == [[1.0], [1.0, 1.0]]
     assert [t.place.node for t in found] == [0, 1]
 
 
-def test_an_argument_elsewhere_is_refused(mesh: dr.DeviceMesh) -> None:
-    with pytest.raises(dr.PlacementError, match=r"x\.to\(mesh\.device\)"):
+def test_an_argument_elsewhere_is_refused(mesh: dr.mesh.DeviceMesh) -> None:
+    with pytest.raises(dr.errors.PlacementError, match=r"x\.to\(mesh\.device\)"):
         dr.spmd(mesh, lambda x: x)(torch.ones(2, device="remote"))
-    with pytest.raises(dr.UsageError, match="takes a mesh"):
+    with pytest.raises(dr.errors.UsageError, match="takes a mesh"):
         dr.spmd(3)  # type: ignore[call-overload]
 
 
-def test_objects_stay_with_their_members(mesh: dr.DeviceMesh) -> None:
+def test_objects_stay_with_their_members(mesh: dr.mesh.DeviceMesh) -> None:
     class Counter:
         def __init__(self) -> None:
             self.count = dist.get_rank()
@@ -124,11 +124,11 @@ def test_objects_stay_with_their_members(mesh: dr.DeviceMesh) -> None:
     counters = dr.spmd(mesh, lambda: Counter())()
     assert dr.fetch(count(counters)) == [1, 2]
     assert dr.fetch(count(counters)) == [2, 3]
-    with pytest.raises(dr.UsageError, match=r"a list by rank goes to functions of dr.spmd"):
+    with pytest.raises(dr.errors.UsageError, match=r"a list by rank goes to functions of dr.spmd"):
         dr.remote(lambda c: c)(counters)
 
 
-def test_what_it_prints_is_shown_here_with_its_rank(mesh: dr.DeviceMesh, capfd: Any) -> None:
+def test_what_it_prints_is_shown_here_with_its_rank(mesh: dr.mesh.DeviceMesh, capfd: Any) -> None:
     said: list[str] = []
 
     def shown() -> bool:
@@ -143,7 +143,7 @@ def test_what_it_prints_is_shown_here_with_its_rank(mesh: dr.DeviceMesh, capfd: 
 # -- torch's own, as they are --------------------------------------------------------------------------------
 
 
-def test_ddp_is_a_serial_run(mesh: dr.DeviceMesh) -> None:
+def test_ddp_is_a_serial_run(mesh: dr.mesh.DeviceMesh) -> None:
     @dr.spmd(mesh)
     def setup(model: nn.Module) -> Any:
         ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=False)
@@ -176,7 +176,7 @@ def test_ddp_is_a_serial_run(mesh: dr.DeviceMesh) -> None:
             torch.testing.assert_close(shard, q.detach())
 
 
-def test_gradients_arrive_and_come_back(mesh: dr.DeviceMesh) -> None:
+def test_gradients_arrive_and_come_back(mesh: dr.mesh.DeviceMesh) -> None:
     @dr.spmd(mesh)
     def backward(model: nn.Module, x: torch.Tensor) -> None:
         assert all(isinstance(p, nn.Parameter) and p.grad is not None for p in model.parameters())
@@ -192,7 +192,7 @@ def test_gradients_arrive_and_come_back(mesh: dr.DeviceMesh) -> None:
     assert [t.tolist() for t in dr.shards(model.bias.grad)] == [[2.0]] * 2
 
 
-def test_zero_redundancy_sampler_and_checkpoint(mesh: dr.DeviceMesh, tmp_path: Path) -> None:
+def test_zero_redundancy_sampler_and_checkpoint(mesh: dr.mesh.DeviceMesh, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
 
     @dr.spmd(mesh)
@@ -226,7 +226,7 @@ def test_zero_redundancy_sampler_and_checkpoint(mesh: dr.DeviceMesh, tmp_path: P
     assert dr.fetch(sampled) == [[*range(0, 10, 2)], [*range(1, 10, 2)]]
 
 
-def test_stores_are_torchs_own(mesh: dr.DeviceMesh, tmp_path: Path) -> None:
+def test_stores_are_torchs_own(mesh: dr.mesh.DeviceMesh, tmp_path: Path) -> None:
     path = str(tmp_path / "store")
 
     @dr.spmd(mesh)
@@ -244,7 +244,7 @@ def test_stores_are_torchs_own(mesh: dr.DeviceMesh, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_fsdp_is_a_serial_run(mesh: dr.DeviceMesh, version: int) -> None:
+def test_fsdp_is_a_serial_run(mesh: dr.mesh.DeviceMesh, version: int) -> None:
     @dr.spmd(mesh)
     def train(x: torch.Tensor) -> list[torch.Tensor]:
         from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -274,7 +274,7 @@ def test_fsdp_is_a_serial_run(mesh: dr.DeviceMesh, version: int) -> None:
         torch.testing.assert_close(p.cpu().reshape(q.shape), q.detach())
 
 
-def test_a_call_finds_its_rank_in_the_environment_whatever_the_last_one_did(mesh: dr.DeviceMesh) -> None:
+def test_a_call_finds_its_rank_in_the_environment_whatever_the_last_one_did(mesh: dr.mesh.DeviceMesh) -> None:
     @dr.spmd(mesh, returns=object)
     def size(after: str) -> str:
         found = os.environ["WORLD_SIZE"]
@@ -285,7 +285,7 @@ def test_a_call_finds_its_rank_in_the_environment_whatever_the_last_one_did(mesh
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
-def test_a_function_may_end_the_group(mesh: dr.DeviceMesh, ranks: tuple[int, ...]) -> None:
+def test_a_function_may_end_the_group(mesh: dr.mesh.DeviceMesh, ranks: tuple[int, ...]) -> None:
     @dr.spmd(mesh, returns=object)
     def ends(counter: list[int]) -> int:
         counter.append(dist.get_rank())
@@ -338,7 +338,7 @@ def test_members_of_one_worker_and_their_end(fresh_session: Callable[..., Any]) 
     until(lambda: not any(map(state, second)))
 
 
-def test_threads_call_at_the_same_time_beside_collectives(mesh: dr.DeviceMesh) -> None:
+def test_threads_call_at_the_same_time_beside_collectives(mesh: dr.mesh.DeviceMesh) -> None:
     @dr.spmd(mesh)
     def total(x: Any, k: float) -> Any:
         y = x * k

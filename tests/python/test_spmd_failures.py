@@ -25,11 +25,11 @@ from distruntime_worker.python.children import readable
 from processes import until
 
 
-def works(mesh: dr.DeviceMesh) -> bool:
+def works(mesh: dr.mesh.DeviceMesh) -> bool:
     return bool(dr.fetch(dr.spmd(mesh, lambda: dist.get_world_size())()) == [2, 2])
 
 
-def test_a_member_that_raises_ends_the_call(mesh: dr.DeviceMesh) -> None:
+def test_a_member_that_raises_ends_the_call(mesh: dr.mesh.DeviceMesh) -> None:
     @dr.spmd(mesh, returns=object)
     def fails() -> None:
         if dist.get_rank() == 1:
@@ -42,7 +42,9 @@ def test_a_member_that_raises_ends_the_call(mesh: dr.DeviceMesh) -> None:
     assert works(mesh)
 
 
-def test_a_member_that_exits_ends_the_call(mesh: dr.DeviceMesh, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_member_that_exits_ends_the_call(
+    mesh: dr.mesh.DeviceMesh, capfd: pytest.CaptureFixture[str]
+) -> None:
     said = list[str]()
 
     @dr.spmd(mesh, returns=object)
@@ -62,7 +64,9 @@ def test_a_member_that_exits_ends_the_call(mesh: dr.DeviceMesh, capfd: pytest.Ca
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_fork_does_not_answer_as_the_rank(mesh: dr.DeviceMesh, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_fork_does_not_answer_as_the_rank(
+    mesh: dr.mesh.DeviceMesh, capfd: pytest.CaptureFixture[str]
+) -> None:
     said = list[str]()
 
     def forks(end: str) -> tuple[int, int]:
@@ -85,7 +89,9 @@ def test_a_fork_does_not_answer_as_the_rank(mesh: dr.DeviceMesh, capfd: pytest.C
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_child_that_outlives_its_rank_does_not_hide_the_end(mesh: dr.DeviceMesh, tmp_path: Path) -> None:
+def test_a_child_that_outlives_its_rank_does_not_hide_the_end(
+    mesh: dr.mesh.DeviceMesh, tmp_path: Path
+) -> None:
     def leaves_a_child(folder: Path) -> None:
         if dist.get_rank() == 1:
             pid = os.fork()
@@ -101,21 +107,23 @@ def test_a_child_that_outlives_its_rank_does_not_hide_the_end(mesh: dr.DeviceMes
     assert works(mesh)
 
 
-def test_one_that_never_returns_has_a_timeout(mesh: dr.DeviceMesh) -> None:
+def test_one_that_never_returns_has_a_timeout(mesh: dr.mesh.DeviceMesh) -> None:
     @dr.spmd(mesh, returns=object, timeout=1.0)
     def hangs() -> None:
         if dist.get_rank() == 1:
             signal.pause()
 
     assert works(mesh)
-    with pytest.raises(dr.WaitTimeout, match="did not return within its timeout"):
+    with pytest.raises(dr.errors.WaitTimeout, match="did not return within its timeout"):
         dr.fetch(hangs())
     assert works(mesh)
 
 
 @pytest.mark.parametrize("stop", [lambda: breakpoint(), lambda: pdb.set_trace()])
-def test_a_breakpoint_says_that_it_opens_no_prompt(mesh: dr.DeviceMesh, stop: Any) -> None:
-    with pytest.raises(dr.NotSupportedError, match=r"opens no prompt .* dr\.remote, where it opens one"):
+def test_a_breakpoint_says_that_it_opens_no_prompt(mesh: dr.mesh.DeviceMesh, stop: Any) -> None:
+    with pytest.raises(
+        dr.errors.NotSupportedError, match=r"opens no prompt .* dr\.remote, where it opens one"
+    ):
         dr.fetch(dr.spmd(mesh, stop, returns=object)())
     assert works(mesh)
 
@@ -127,23 +135,23 @@ class Holds:
         self.lock = threading.Lock()
 
 
-def test_a_result_that_cannot_be_pickled_stays_there(mesh: dr.DeviceMesh) -> None:
+def test_a_result_that_cannot_be_pickled_stays_there(mesh: dr.mesh.DeviceMesh) -> None:
     held = dr.spmd(mesh, lambda: Holds())()
     wanted = r"^Holds cannot be pickled, so it stays in its member.s process: .*lock.* Pass it to a function"
-    with pytest.raises(dr.UsageError, match=wanted):
+    with pytest.raises(dr.errors.UsageError, match=wanted):
         dr.fetch(held)
     assert dr.fetch(dr.spmd(mesh, lambda x: x.lock.locked(), returns=object)(held)) == [False, False]
 
 
-def test_objects_of_ended_processes_say_so(mesh: dr.DeviceMesh) -> None:
+def test_objects_of_ended_processes_say_so(mesh: dr.mesh.DeviceMesh) -> None:
     held = dr.spmd(mesh, lambda: nn.Linear(2, 2))()
     with pytest.raises(ZeroDivisionError):
         dr.fetch(dr.spmd(mesh, lambda: 1 // 0, returns=object)())
-    with pytest.raises(dr.UsageError, match="started again after a failure"):
+    with pytest.raises(dr.errors.UsageError, match="started again after a failure"):
         dr.fetch(dr.spmd(mesh, lambda m: m.weight, returns=object)(held))
 
 
-def test_an_argument_that_has_failed_on_one_member(mesh: dr.DeviceMesh) -> None:
+def test_an_argument_that_has_failed_on_one_member(mesh: dr.mesh.DeviceMesh) -> None:
     shards = dr.shards(torch.ones(2, device=mesh.device))
     assert len(shards) == 2
     good = torch.ones(3, device=dr.place(0))
@@ -202,12 +210,14 @@ def one_waits(folder: Path) -> None:
 
 
 def cancelled(value: object) -> None:
-    with pytest.raises(dr.StreamCancelled):
+    with pytest.raises(dr.errors.StreamCancelled):
         dr.fetch(value)
 
 
 @pytest.mark.parametrize("body", [in_collectives, in_python, in_a_sleep, in_backward, one_waits])
-def test_a_call_that_is_cancelled_ends_on_all_members(mesh: dr.DeviceMesh, tmp_path: Path, body: Any) -> None:
+def test_a_call_that_is_cancelled_ends_on_all_members(
+    mesh: dr.mesh.DeviceMesh, tmp_path: Path, body: Any
+) -> None:
     calls = [dr.spmd(mesh, body, returns=object)(tmp_path) for _ in range(2)]
     until(lambda: len([*tmp_path.iterdir()]) == 2)
     dr.cancel()
@@ -215,13 +225,13 @@ def test_a_call_that_is_cancelled_ends_on_all_members(mesh: dr.DeviceMesh, tmp_p
         cancelled(item)
     assert works(mesh)
     x = [torch.ones(2, device=place) for place in mesh.places]
-    dr.all_reduce(x)
+    dr.distributed.all_reduce(x)
     assert x[1].tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("what", ["a list", "an item", "a tensor", "a shard", "one node"])
 def test_whatever_is_cancelled_of_a_call_the_whole_call_ends(
-    mesh: dr.DeviceMesh, tmp_path: Path, what: str
+    mesh: dr.mesh.DeviceMesh, tmp_path: Path, what: str
 ) -> None:
     @dr.spmd(mesh, returns=(object, torch.ones(2, device="meta")))
     def waits(folder: Path) -> tuple[int, torch.Tensor]:
@@ -244,7 +254,7 @@ def test_whatever_is_cancelled_of_a_call_the_whole_call_ends(
     assert works(mesh)
 
 
-def test_a_call_that_waits_for_its_turn_is_dropped_alone(mesh: dr.DeviceMesh, tmp_path: Path) -> None:
+def test_a_call_that_waits_for_its_turn_is_dropped_alone(mesh: dr.mesh.DeviceMesh, tmp_path: Path) -> None:
     @dr.spmd(mesh, returns=object)
     def waits(folder: Path) -> None:
         begun(folder)
@@ -262,7 +272,7 @@ def test_a_call_that_waits_for_its_turn_is_dropped_alone(mesh: dr.DeviceMesh, tm
     assert works(mesh)
 
 
-def test_calls_are_cancelled_at_any_moment(mesh: dr.DeviceMesh) -> None:
+def test_calls_are_cancelled_at_any_moment(mesh: dr.mesh.DeviceMesh) -> None:
     @dr.spmd(mesh, returns=object)
     def brief() -> int:
         dist.barrier()
@@ -276,7 +286,7 @@ def test_calls_are_cancelled_at_any_moment(mesh: dr.DeviceMesh) -> None:
         dr.cancel(k % 2 if k % 3 else None)
         for call in calls:
             for item in call:
-                with suppress(dr.StreamCancelled):
+                with suppress(dr.errors.StreamCancelled):
                     assert dr.fetch(item) == 1
         assert works(mesh)
 
@@ -295,7 +305,7 @@ def test_the_members_end_with_a_worker_that_is_lost(
     until(lambda: len([*tmp_path.iterdir()]) == 2)
     os.kill(dr.nodes()[killed].pid, signal.SIGKILL)
     for item in found:
-        with pytest.raises(dr.NodeFailed, match=rf"node {killed} .*SIGKILL"):
+        with pytest.raises(dr.errors.NodeFailed, match=rf"node {killed} .*SIGKILL"):
             dr.fetch(item)
     assert torch.ones(2, device=dr.place(1 - killed)).sum().item() == 2.0
 

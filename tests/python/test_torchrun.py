@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
-from distruntime import UsageError, command_options
+from distruntime import command_options
+from distruntime.errors import UsageError
 from distruntime.python import torchrun
 from processes import state, until
 

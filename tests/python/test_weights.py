@@ -126,13 +126,18 @@ def test_what_is_not_there_is_named(session: object, module: Tied, tmp_path: Pat
         (FileNotFoundError, "nothing", {"node": 1}, "neither a file nor a folder on this worker"),
         (FileNotFoundError, "nothing", {"node": mesh}, "neither a file nor a folder on this worker"),
         (FileNotFoundError, "empty", {"node": 1}, r"has no weights: expected \*\.safetensors"),
-        (dr.CheckpointError, "step.pt", {"node": mesh}, "holds more than tensors by name"),
-        (dr.UsageError, "step.pt", {"node": 1, "into": module}, "holds more than tensors by name"),
-        (dr.UsageError, "a.safetensors", {"node": 1, "into": module}, "only the file has a. Load"),
-        (dr.UsageError, "a.safetensors", {"placements": [Shard(0)]}, "say at which, node="),
-        (dr.UsageError, "a.safetensors", {"node": 1, "placements": [Shard(0)]}, "expected node=mesh"),
-        (dr.UsageError, "a.safetensors", {"node": mesh, "placements": [Shard(1)]}, "one of its dimensions"),
-        (dr.PlacementError, "a.safetensors", {"node": "one"}, "expected the number of a node"),
+        (dr.errors.CheckpointError, "step.pt", {"node": mesh}, "holds more than tensors by name"),
+        (dr.errors.UsageError, "step.pt", {"node": 1, "into": module}, "holds more than tensors by name"),
+        (dr.errors.UsageError, "a.safetensors", {"node": 1, "into": module}, "only the file has a. Load"),
+        (dr.errors.UsageError, "a.safetensors", {"placements": [Shard(0)]}, "say at which, node="),
+        (dr.errors.UsageError, "a.safetensors", {"node": 1, "placements": [Shard(0)]}, "expected node=mesh"),
+        (
+            dr.errors.UsageError,
+            "a.safetensors",
+            {"node": mesh, "placements": [Shard(1)]},
+            "one of its dimensions",
+        ),
+        (dr.errors.PlacementError, "a.safetensors", {"node": "one"}, "expected the number of a node"),
         (Exception, "module.pt", {"node": 1}, "(?s)[Ww]eights.only"),
     ]
     for kind, name, options, why in wrong:
@@ -171,7 +176,7 @@ def test_a_pretrained_model_is_made_here_and_its_weights_are_read_there(
     session: object, llama: tuple[Path, Any]
 ) -> None:
     folder, model = llama
-    found = dr.from_pretrained(folder, node=1)
+    found = dr.data.from_pretrained(folder, node=1)
     assert type(found) is type(model) and not found.training
     assert found.lm_head.weight is found.model.embed_tokens.weight
     assert {t.device.type for t in [*found.parameters(), *found.buffers()]} == {"remote"}
@@ -179,14 +184,14 @@ def test_a_pretrained_model_is_made_here_and_its_weights_are_read_there(
     there = ids.to(found.device)
     torch.testing.assert_close(found(there).logits.detach().cpu(), model(ids).logits.detach())
     assert found.generate(there, max_new_tokens=2, do_sample=False).shape == (1, 10)
-    base = dr.from_pretrained(folder, node=0, cls=transformers.AutoModel, dtype=torch.bfloat16)
+    base = dr.data.from_pretrained(folder, node=0, cls=transformers.AutoModel, dtype=torch.bfloat16)
     assert type(base) is transformers.LlamaModel and base.dtype == torch.bfloat16
 
 
 def test_a_pretrained_model_on_a_mesh(session: object, llama: tuple[Path, Any]) -> None:
     folder, model = llama
     mesh = dr.init_device_mesh("cpu", (2,))
-    found = dr.from_pretrained(folder, node=mesh)
+    found = dr.data.from_pretrained(folder, node=mesh)
     ids = torch.arange(8).reshape(1, 8)
     torch.testing.assert_close(found(ids.to(mesh.device)).logits.detach().cpu(), model(ids).logits.detach())
 
@@ -195,12 +200,12 @@ def test_what_no_file_has_begins_anew_or_is_refused(
     session: object, llama: tuple[Path, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, _ = llama
-    found = dr.from_pretrained(folder, node=1, cls=transformers.AutoModelForSequenceClassification)
+    found = dr.data.from_pretrained(folder, node=1, cls=transformers.AutoModelForSequenceClassification)
     assert "has no score.weight: they begin with new values" in caplog.text
     assert 0 < found.score.weight.std().item() < 1
     (folder / "config.json").rename(folder / "other.json")
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
-        dr.from_pretrained(folder, node=1)
+        dr.data.from_pretrained(folder, node=1)
     (folder / "config.json").write_text(json.dumps({"model_type": "of my own"}), encoding="utf-8")
-    with pytest.raises(dr.NotSupportedError, match="no model type 'of my own'"):
-        dr.from_pretrained(folder, node=1)
+    with pytest.raises(dr.errors.NotSupportedError, match="no model type 'of my own'"):
+        dr.data.from_pretrained(folder, node=1)

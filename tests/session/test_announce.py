@@ -144,7 +144,7 @@ def test_what_an_upload_waits_for_is_an_upload(
     node = active_session().nodes[0]
     shared, node.shared = node.shared, False
     dr.synchronize()
-    dr.stalls(reset=True)
+    dr.profiler.stalls(reset=True)
     try:
         with blocked(dr.default_stream(0)):
             sender = threading.Thread(target=lambda: torch.ones(1 << 22).to(REMOTE))
@@ -154,7 +154,9 @@ def test_what_an_upload_waits_for_is_an_upload(
         sender.join()
     finally:
         node.shared = shared
-    assert [stall.why for stall in dr.stalls()] == ["an upload"] and not dr.stalls().advice()
+    assert [stall.why for stall in dr.profiler.stalls()] == [
+        "an upload"
+    ] and not dr.profiler.stalls().advice()
 
 
 def test_a_full_window_says_how_much_must_run_until_there_is_room(
@@ -224,7 +226,7 @@ def test_a_file_that_is_pushed_has_a_bar(session: object, recorder: Recorder, tm
 
     def pushed() -> bool:
         there = tmp_path / f"there-{len([*tmp_path.iterdir()])}"
-        dr.push(tmp_path / "data", 1, there)
+        dr.data.push(tmp_path / "data", 1, there)
         return recorder.has("pushing ")
 
     until(pushed)

@@ -149,7 +149,7 @@ async def test_a_loader_gives_its_batches_to_a_task(ticks: list[int]) -> None:
     def batches() -> Any:
         return [torch.full((2,), float(k)) for k in range(3)]
 
-    loader = dr.data_loader(batches, node=0)
+    loader = dr.data.data_loader(batches, node=0)
     found = [(await dr.fetch_async(batch)).tolist() async for batch in loader]
     assert found == [[[0, 0]], [[1, 1]], [[2, 2]]]
 
@@ -158,7 +158,7 @@ async def test_a_place_belongs_to_its_task() -> None:
     async def make(node: int) -> int:
         with dr.node(node):
             await asyncio.sleep(0)
-            x = dr.zeros(2)
+            x = dr.factories.zeros(2)
             await asyncio.sleep(0)
             return x.get_node()
 

@@ -42,21 +42,21 @@ def test_an_index_error_is_an_index_error(session: object) -> None:
     poisoned = out_of_range()
     with pytest.raises(IndexError, match="out of bounds") as caught:
         poisoned.item()
-    assert isinstance(caught.value, dr.RemoteError)
+    assert isinstance(caught.value, dr.errors.RemoteError)
 
 
 def test_a_linear_algebra_error_is_one(session: object) -> None:
     inverse = torch.linalg.inv(torch.zeros(2, 2, device=REMOTE))
     with pytest.raises(torch.linalg.LinAlgError, match="singular") as caught:
         inverse.cpu()
-    assert isinstance(caught.value, dr.RemoteError)
+    assert isinstance(caught.value, dr.errors.RemoteError)
 
 
 def test_running_out_of_memory_can_be_caught_as_such(session: object) -> None:
     huge = torch.empty(1 << 46, device=REMOTE)
     with pytest.raises((torch.OutOfMemoryError, RuntimeError), match="memory") as caught:
         huge.sum().item()
-    assert isinstance(caught.value, dr.RemoteError)
+    assert isinstance(caught.value, dr.errors.RemoteError)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_the_classes_that_a_worker_may_name(session: object, kind: str) -> None:
         active_session().nodes[0],
         Cause(Failure(1, 1, kind, "what it said", "Traceback", "aten::op", "(2,) float32"), "x.py:1"),
     )
-    assert isinstance(error, original) and isinstance(error, dr.RemoteError)
+    assert isinstance(error, original) and isinstance(error, dr.errors.RemoteError)
     assert str(error).startswith("what it said")
 
 
@@ -108,7 +108,7 @@ def test_a_worker_cannot_choose_any_class(session: object, kind: str) -> None:
     error = remote_error(
         active_session().nodes[0], Cause(Failure(1, 1, kind, "what it said", "", "aten::op", ""), "")
     )
-    assert type(error).__mro__[1] is dr.RemoteError and isinstance(error, RuntimeError)
+    assert type(error).__mro__[1] is dr.errors.RemoteError and isinstance(error, RuntimeError)
     assert kind in str(error)
 
 
@@ -241,7 +241,7 @@ def test_a_failed_check_poisons_what_it_checks_and_nothing_else(
         assert "poisoned: " in repr(inverse)
         with pytest.raises(RuntimeError, match=r"test_failures\.py") as caught:
             inverse.cpu()
-        assert isinstance(caught.value, dr.RemoteError)
+        assert isinstance(caught.value, dr.errors.RemoteError)
         assert healthy.tolist() == [1, 1]
         dr.synchronize()
 
@@ -308,7 +308,7 @@ def test_a_result_that_is_left_undefined_does_not_end_the_worker(session: object
             x, *gates, state, state, False, [], 2, 4, 1, True, False, False, False
         )
         assert out.isfinite().all().item()
-        with pytest.raises(dr.InternalError, match="is not here"):
+        with pytest.raises(dr.errors.InternalError, match="is not here"):
             undefined.cpu()
 
 
@@ -474,7 +474,7 @@ def test_a_killed_worker_is_an_error_of_what_was_on_it(fresh_session: Callable[.
     victim = dr.nodes()[1]
     os.kill(victim.pid, signal.SIGKILL)
     for _ in range(2):  # the first read may find it out, the second knows
-        with pytest.raises(dr.NodeFailed) as caught:
+        with pytest.raises(dr.errors.NodeFailed) as caught:
             there.sum().item()
         text = str(caught.value)
         assert "node 1" in text and victim.host in text and "SIGKILL" in text and "go on" in text, text
@@ -486,16 +486,16 @@ def test_a_killed_worker_is_an_error_of_what_was_on_it(fresh_session: Callable[.
         lambda: dr.fetch(there),  # noqa: F821
         lambda: there.add_(here_.cpu()),  # noqa: F821
     ):
-        with pytest.raises(dr.NodeFailed):
+        with pytest.raises(dr.errors.NodeFailed):
             use()
-    with dr.on(1), pytest.raises(dr.NodeFailed):
+    with dr.on(1), pytest.raises(dr.errors.NodeFailed):
         torch.zeros(3, device=REMOTE)
     assert "lost" in repr(there)
     until(lambda: dr.nodes()[0].state == "ready")  # until its last acknowledgement is there, it is busy
     info = dr.nodes()
     assert info[1].state == "lost" and "SIGKILL" in info[1].why and "SIGKILL" in str(info)
     dr.synchronize()
-    with pytest.raises(dr.NodeFailed):
+    with pytest.raises(dr.errors.NodeFailed):
         dr.synchronize(1)
     del there
     dr.shutdown()
@@ -514,13 +514,13 @@ def test_a_pending_fetch_wakes_when_its_worker_dies(fresh_session: Callable[...,
     def wait() -> None:
         try:
             (there + 2).cpu()
-        except dr.NodeFailed as error:
+        except dr.errors.NodeFailed as error:
             caught.append(error.with_traceback(None))
 
     waiter = threading.Thread(target=wait, daemon=True)
     waiter.start()
     os.kill(victim, signal.SIGKILL)
-    with pytest.raises(dr.NodeFailed, match="SIGKILL"):
+    with pytest.raises(dr.errors.NodeFailed, match="SIGKILL"):
         pending.result(timeout=60)
     waiter.join(60)
     assert len(caught) == 1
@@ -546,7 +546,7 @@ def test_a_death_is_noticed_while_another_node_keeps_the_socket_busy(
     stop(victim)
     pending = dr.fetch_async(there + 1)
     os.kill(victim, signal.SIGKILL)
-    with pytest.raises(dr.NodeFailed):
+    with pytest.raises(dr.errors.NodeFailed):
         pending.result(timeout=60)
     seen = rounds[0]
     until(lambda: rounds[0] > seen + 10)
@@ -570,7 +570,7 @@ def test_a_death_wakes_who_waits_for_room_in_its_window(
         try:
             while True:
                 x + x
-        except dr.NodeFailed as error:
+        except dr.errors.NodeFailed as error:
             caught.append(error.with_traceback(None))
 
     filler = threading.Thread(target=fill, daemon=True)
@@ -589,7 +589,7 @@ def test_a_death_that_nobody_waits_for_is_told_by_the_next_synchronize(
     there.sum().item()
     os.kill(dr.nodes()[1].pid, signal.SIGKILL)
     until(lambda: dr.nodes()[1].state == "lost")
-    with pytest.raises(dr.NodeFailed):
+    with pytest.raises(dr.errors.NodeFailed):
         dr.synchronize(1)
     dr.shutdown()
     assert not dr.is_initialized()
@@ -601,11 +601,11 @@ def test_all_workers_may_die_and_a_new_session_starts(fresh_session: Callable[..
     x = torch.ones(3, device=REMOTE)
     for info in dr.nodes():
         os.kill(info.pid, signal.SIGKILL)
-    with pytest.raises(dr.NodeFailed):
+    with pytest.raises(dr.errors.NodeFailed):
         x.sum().item()
     dr.shutdown()
     start(world_size=1)
-    with pytest.raises(dr.SessionClosed):
+    with pytest.raises(dr.errors.SessionClosed):
         x + 1
     assert torch.ones(3, device=REMOTE).sum().item() == 3
 

@@ -42,7 +42,7 @@ threading.Thread(target=go_on).start()
     """
 for _ in range(30):
     (x + 1).sum().item()
-dr.stalls()
+dr.profiler.stalls()
 """,
     # What a function writes while the next cell runs belongs here.
     """

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("two_nodes_with_two_simulated_gpus")
 
 
 @pytest.fixture
-def place() -> dr.Place:
+def place() -> dr.types.Place:
     return dr.place(1, "cuda:1")
 
 
@@ -74,8 +74,8 @@ FACTORIES: dict[str, Callable[[Any, Any], Any]] = {
     "module.to": lambda p, x: nn.Linear(2, 3).to(p).weight.detach(),
     "module.to(device=)": lambda p, x: nn.Linear(2, 3).to(device=p, dtype=torch.float64).weight.detach(),
     "to_empty": lambda p, x: nn.Linear(2, 3, device="meta").to_empty(device=p).weight.detach().fill_(1),
-    "dr.zeros": lambda p, x: dr.zeros(3, device=p),
-    "dr.FloatTensor": lambda p, x: dr.FloatTensor([1.0, 2.0], device=p),
+    "dr.factories.zeros": lambda p, x: dr.factories.zeros(3, device=p),
+    "dr.factories.FloatTensor": lambda p, x: dr.factories.FloatTensor([1.0, 2.0], device=p),
 }  # fmt: skip
 
 
@@ -88,13 +88,13 @@ def test_every_factory_takes_a_place(where: tuple[int, str]) -> None:
             found = make(place, x)
             assert found.place == place and found.device == place.device, name
             torch.manual_seed(4)
-            # What a local `dr.zeros` is like, torch does not say.
+            # What a local `dr.factories.zeros` is like, torch does not say.
             if not name.startswith("dr."):
                 expected = make("cpu", LOCAL)
                 assert torch.equal(found.cpu(), expected) and found.stride() == expected.stride(), name
 
 
-def test_a_place_is_the_default_device(place: dr.Place) -> None:
+def test_a_place_is_the_default_device(place: dr.types.Place) -> None:
     torch.set_default_device(place)
     try:
         assert torch.ones(2).place == place and nn.Linear(2, 2).weight.place == place  # type: ignore[attr-defined, union-attr]
@@ -107,7 +107,7 @@ def test_a_place_is_the_default_device(place: dr.Place) -> None:
     assert torch.ones(1).device.type == "cpu"
 
 
-def test_a_file_is_loaded_to_a_place(place: dr.Place) -> None:
+def test_a_file_is_loaded_to_a_place(place: dr.types.Place) -> None:
     file = io.BytesIO()
     torch.save({"w": LOCAL, "n": 3}, file)
     for where in (place, place.device):
@@ -116,7 +116,7 @@ def test_a_file_is_loaded_to_a_place(place: dr.Place) -> None:
         assert loaded["w"].place == place and torch.equal(loaded["w"].cpu(), LOCAL) and loaded["n"] == 3
 
 
-def test_gradients_and_optimizers_do_not_care_that_it_is_a_place(place: dr.Place) -> None:
+def test_gradients_and_optimizers_do_not_care_that_it_is_a_place(place: dr.types.Place) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(place)
     twin = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     twin.load_state_dict(dr.fetch(model.state_dict()))
@@ -130,7 +130,7 @@ def test_gradients_and_optimizers_do_not_care_that_it_is_a_place(place: dr.Place
         torch.testing.assert_close(mine.cpu(), theirs)
 
 
-def test_transformers_takes_a_place(place: dr.Place) -> None:
+def test_transformers_takes_a_place(place: dr.types.Place) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2)
     model = transformers.GPT2LMHeadModel(config).eval()
@@ -148,7 +148,7 @@ def test_transformers_takes_a_place(place: dr.Place) -> None:
 # what it says of itself
 
 
-def test_a_place_is_spelled_as_its_device(place: dr.Place) -> None:
+def test_a_place_is_spelled_as_its_device(place: dr.types.Place) -> None:
     assert (
         place.device
         == torch.device(place)
@@ -166,24 +166,26 @@ def test_a_place_is_spelled_as_its_device(place: dr.Place) -> None:
     assert torch.ones(1, device=place).place is place  # type: ignore[attr-defined]
 
 
-def test_a_copied_place_is_the_place_and_a_pickled_one_has_its_number(place: dr.Place) -> None:
+def test_a_copied_place_is_the_place_and_a_pickled_one_has_its_number(place: dr.types.Place) -> None:
     assert copy.copy(place) is copy.deepcopy({"at": place})["at"] is place
     found = pickle.loads(pickle.dumps(place))
     assert found == place and hash(found) == hash(place) and found != str(place) and found != "remote:4"
-    assert dr.zeros(1, device=found).place == place and nn.Linear(1, 1).to(found).weight.place == place
+    assert (
+        dr.factories.zeros(1, device=found).place == place and nn.Linear(1, 1).to(found).weight.place == place
+    )
     assert found.number == 4 and torch.zeros(1, device=found).place == place  # type: ignore[attr-defined]
 
 
 def test_places_are_ordered_as_they_are_numbered() -> None:
     names = ("cuda:0", "cuda:2", "cuda:10", "cpu")
-    places = [dr.Place(node, name) for node in (0, 2, 10) for name in names]
-    numbered = [dr.Place(place.node, place.local_device, k) for k, place in enumerate(places)]
+    places = [dr.types.Place(node, name) for node in (0, 2, 10) for name in names]
+    numbered = [dr.types.Place(place.node, place.local_device, k) for k, place in enumerate(places)]
     assert sorted(reversed(places)) == sorted(reversed(numbered)) == places
     assert places[0] < places[1] <= places[1] and places[-1] > places[0] >= places[0]
     assert max(dr.place(n, d) for n, d in PLACES) == dr.place(1)
 
 
-def test_a_tensor_prints_its_place_once(place: dr.Place) -> None:
+def test_a_tensor_prints_its_place_once(place: dr.types.Place) -> None:
     x = torch.ones(2, device=place)
     assert repr(x) == "tensor([1., 1.], device='remote:4' (node 1 cuda:1))"
     assert (
@@ -253,13 +255,15 @@ def test_remote_alone_is_the_current_place_and_remote_0_is_not() -> None:
         (lambda p: dr.place(1, "cuda:2"), "no device 'cuda:2'"),
     ],
 )
-def test_what_would_be_ignored_is_refused(place: dr.Place, use: Callable[[Any], Any], words: str) -> None:
-    with pytest.raises(dr.PlacementError, match=words.replace("(", r"\(")):
+def test_what_would_be_ignored_is_refused(
+    place: dr.types.Place, use: Callable[[Any], Any], words: str
+) -> None:
+    with pytest.raises(dr.errors.PlacementError, match=words.replace("(", r"\(")):
         use(place)
 
 
-def test_a_checkpoint_holds_no_place(place: dr.Place, tmp_path: Any) -> None:
-    with pytest.raises(dr.UsageError, match="Place"):
+def test_a_checkpoint_holds_no_place(place: dr.types.Place, tmp_path: Any) -> None:
+    with pytest.raises(dr.errors.UsageError, match="Place"):
         dr.save({"at": place, "x": torch.ones(1, device=place)}, tmp_path)
 
 
@@ -284,7 +288,7 @@ def test_a_node_keeps_its_numbers_when_another_worker_has_it(fresh_session: Call
     assert lost.device == places[2].device and kept.tolist() == [1, 1]
     assert torch.zeros(1, device=lost.device).tolist() == [0]
     # It is another worker's, though they have one number.
-    with pytest.raises(dr.NodeFailed):
+    with pytest.raises(dr.errors.NodeFailed):
         lost + torch.ones(2, device=lost.device)
     del mesh
     again = dr.init_device_mesh("cpu", (3,))
@@ -302,10 +306,10 @@ def test_a_place_that_is_unpickled_gets_the_number_of_that_session(
     here, elsewhere = pickle.loads(pickled)
     assert here.number == 0 and torch.ones(1, device=here).place == dr.place(0)  # type: ignore[attr-defined]
     # This session does not have the other one.
-    with pytest.raises(dr.PlacementError, match=r"make it anew, dr\.place\(node, device\)"):
+    with pytest.raises(dr.errors.PlacementError, match=r"make it anew, dr\.place\(node, device\)"):
         torch.zeros(1, device=elsewhere)
-    with pytest.raises(dr.PlacementError, match="no device 'cuda:1'"):
-        dr.zeros(1, device=elsewhere)
+    with pytest.raises(dr.errors.PlacementError, match="no device 'cuda:1'"):
+        dr.factories.zeros(1, device=elsewhere)
 
 
 def test_what_is_on_a_gpu_needs_another_device_on_a_node_without_one(
@@ -317,7 +321,9 @@ def test_what_is_on_a_gpu_needs_another_device_on_a_node_without_one(
     try:
         fresh_session(workers=[with_gpu.address, without.address])
         x: Any = torch.ones(2, device=dr.place(0, 0))
-        with pytest.raises(dr.PlacementError, match=r'node 1 has no GPU.*\.to\(node=1, device="cpu"\)'):
+        with pytest.raises(
+            dr.errors.PlacementError, match=r'node 1 has no GPU.*\.to\(node=1, device="cpu"\)'
+        ):
             x.to(node=1)
         assert x.to(node=1, device="cpu").place == dr.place(1)
     finally:

@@ -223,47 +223,50 @@ def test_the_context_says_where_new_tensors_go_and_never_where_operations_run() 
         assert where(x + 1) == CPU0 and where(torch.zeros_like(x)) == CPU0 and where(x.new_zeros(2)) == CPU0
         assert where(torch.zeros(2)) == FAR1
         assert (
-            where(dr.zeros(2)) == FAR1
-            and where(dr.zeros(2, device="cpu")) == CPU1
-            and where(dr.zeros(2, device=0)) == FAR0
+            where(dr.factories.zeros(2)) == FAR1
+            and where(dr.factories.zeros(2, device="cpu")) == CPU1
+            and where(dr.factories.zeros(2, device=0)) == FAR0
         )
-        assert where(dr.FloatTensor(2)) == FAR1
+        assert where(dr.factories.FloatTensor(2)) == FAR1
         assert where(torch.zeros(2, device="cpu")) is HERE
 
 
 def test_contexts_nest_and_end() -> None:
-    assert where(dr.zeros(1)) == GPU0
+    assert where(dr.factories.zeros(1)) == GPU0
     with dr.node(1):
         assert (
-            where(dr.zeros(1)) == FAR0
+            where(dr.factories.zeros(1)) == FAR0
             and where(torch.zeros(1)) is HERE
             and where(torch.zeros(1, device="remote")) == FAR0
         )
         with dr.device("cuda:1"):
-            assert where(dr.zeros(1)) == FAR1
+            assert where(dr.factories.zeros(1)) == FAR1
             with dr.node(0):
-                assert where(dr.zeros(1)) == GPU1
+                assert where(dr.factories.zeros(1)) == GPU1
             with dr.device(-1):
-                assert where(dr.zeros(1)) == CPU1
+                assert where(dr.factories.zeros(1)) == CPU1
             with pytest.raises(ZeroDivisionError), dr.on(0):
                 assert where(torch.zeros(1)) == GPU0
                 raise ZeroDivisionError
-            assert where(dr.zeros(1)) == FAR1
-    assert where(dr.zeros(1)) == GPU0 and torch.get_default_device() == torch.device("cpu")
+            assert where(dr.factories.zeros(1)) == FAR1
+    assert where(dr.factories.zeros(1)) == GPU0 and torch.get_default_device() == torch.device("cpu")
 
 
 def test_defaults_of_the_two_kinds_of_spellings() -> None:
-    assert where(dr.FloatTensor(2)) == CPU0 and where(torch.ones(2).dist_send()) == CPU0  # type: ignore[attr-defined]
+    assert where(dr.factories.FloatTensor(2)) == CPU0 and where(torch.ones(2).dist_send()) == CPU0  # type: ignore[attr-defined]
     assert (
         where(torch.zeros(2, device="remote")) == GPU0
         and where(torch.ones(2).to("remote")) == GPU0
-        and where(dr.randn(2)) == GPU0
+        and where(dr.factories.randn(2)) == GPU0
     )
     with dr.node(1):
-        assert where(dr.FloatTensor(2)) == CPU1 and where(torch.zeros(2, device="remote")) == FAR0
-        assert where(dr.FloatTensor(2, device=1)) == FAR1 and where(dr.FloatTensor(2, device="cpu")) == CPU1
+        assert where(dr.factories.FloatTensor(2)) == CPU1 and where(torch.zeros(2, device="remote")) == FAR0
+        assert (
+            where(dr.factories.FloatTensor(2, device=1)) == FAR1
+            and where(dr.factories.FloatTensor(2, device="cpu")) == CPU1
+        )
     with dr.device("cuda:1"):
-        assert where(dr.FloatTensor(2)) == GPU1 and where(torch.ones(2).dist_send()) == GPU1  # type: ignore[attr-defined]
+        assert where(dr.factories.FloatTensor(2)) == GPU1 and where(torch.ones(2).dist_send()) == GPU1  # type: ignore[attr-defined]
 
 
 def test_a_context_may_be_used_again() -> None:
@@ -295,21 +298,21 @@ def test_set_place_for_a_prompt() -> None:
     try:
         dr.set_place(1, "cuda:1")
         assert (
-            where(dr.zeros(1)) == FAR1
-            and where(dr.FloatTensor(1)) == FAR1
+            where(dr.factories.zeros(1)) == FAR1
+            and where(dr.factories.FloatTensor(1)) == FAR1
             and where(torch.ones(1).to("remote")) == FAR1
         )
         with dr.node(0):
-            assert where(dr.zeros(1)) == GPU0
+            assert where(dr.factories.zeros(1)) == GPU0
         with dr.on(0, "cpu"):
-            assert where(dr.zeros(1)) == CPU0
+            assert where(dr.factories.zeros(1)) == CPU0
         dr.set_place(1)
-        assert where(dr.zeros(1)) == FAR0 and where(dr.FloatTensor(1)) == CPU1
+        assert where(dr.factories.zeros(1)) == FAR0 and where(dr.factories.FloatTensor(1)) == CPU1
         dr.set_place(dr.place(1, "cpu"))
-        assert where(dr.zeros(1)) == CPU1
+        assert where(dr.factories.zeros(1)) == CPU1
     finally:
         dr.set_place(0)
-    assert where(dr.zeros(1)) == GPU0 and where(dr.FloatTensor(1)) == CPU0
+    assert where(dr.factories.zeros(1)) == GPU0 and where(dr.factories.FloatTensor(1)) == CPU0
 
 
 def test_a_context_that_is_not_entered_says_what_it_is_for() -> None:
@@ -321,7 +324,7 @@ def test_a_context_that_is_not_entered_says_what_it_is_for() -> None:
 
 
 def test_places_are_values() -> None:
-    assert dr.place(1, "cuda:1") == dr.place(1, 1) == dr.Place(1, "cuda:1") and dr.place(1) == dr.place(
+    assert dr.place(1, "cuda:1") == dr.place(1, 1) == dr.types.Place(1, "cuda:1") and dr.place(1) == dr.place(
         1, -1
     ) == dr.place(1, "cpu")
     assert len({dr.place(0), dr.place(0, "cpu"), dr.place(1)}) == 2
@@ -334,15 +337,15 @@ def test_places_are_values() -> None:
     [
         (lambda: dr.node(2), "no node 2.*nodes 0, 1"), (lambda: dr.node(-1), "no node -1"), (lambda: dr.place(0, "cuda:2"), "no device 'cuda:2'.*cuda:1"),
         (lambda: dr.on(0, 7), "no device 'cuda:7'"), (lambda: dr.set_place(5), "no node 5"), (lambda: at(CPU0).to("cuda:9"), "no device 'cuda:9'"),
-        (lambda: at(CPU0).to(node=3), "no node 3"), (lambda: at(CPU0).cuda(4), "no device 'cuda:4'"), (lambda: dr.zeros(1, device=3), "no device 'cuda:3'"),
-        (lambda: torch.zeros(1, device="remote:99"), "remote:99"), (lambda: dr.FloatTensor(1, device="cuda:2"), "no device 'cuda:2'"),
+        (lambda: at(CPU0).to(node=3), "no node 3"), (lambda: at(CPU0).cuda(4), "no device 'cuda:4'"), (lambda: dr.factories.zeros(1, device=3), "no device 'cuda:3'"),
+        (lambda: torch.zeros(1, device="remote:99"), "remote:99"), (lambda: dr.factories.FloatTensor(1, device="cuda:2"), "no device 'cuda:2'"),
         (lambda: dr.device("tpu:0"), "tpu"), (lambda: dr.device(1.5), "1.5"), (lambda: dr.node("a"), "no node 'a'"), (lambda: dr.node(True), "no node True"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_a_placement_error(use: Callable[[], Any], text: str) -> None:
-    with pytest.raises(dr.PlacementError, match=text):
+    with pytest.raises(dr.errors.PlacementError, match=text):
         use()
-    assert where(dr.zeros(1)) == GPU0
+    assert where(dr.factories.zeros(1)) == GPU0
 
 
 def test_operands_on_different_places() -> None:
@@ -355,7 +358,7 @@ def test_operands_on_different_places() -> None:
         lambda: torch.stack([x, g]),
         lambda: x.add_(far),
     ):
-        with pytest.raises(dr.PlacementError, match="node"):
+        with pytest.raises(dr.errors.PlacementError, match="node"):
             code()
     two = torch.tensor(2.0)
     assert (x * two).tolist() == [2, 4, 6] and where(
@@ -372,7 +375,7 @@ def test_operands_on_different_places() -> None:
         lambda: x * at(CPU1, 2.0),
         lambda: x * at(GPU0, 2.0),
     ):  # a remote one is not: CUDA does not move those either
-        with pytest.raises(dr.PlacementError):
+        with pytest.raises(dr.errors.PlacementError):
             code()
 
 
@@ -452,18 +455,18 @@ def test_a_device_means_its_place_after_its_last_tensor(many: None) -> None:
 def test_more_than_127_places_at_once_is_a_clear_error(many: None) -> None:
     gc.collect()
     kept: list[Any] = []
-    with pytest.raises(dr.PlacementError, match="127 places"):
+    with pytest.raises(dr.errors.PlacementError, match="127 places"):
         for k in range(300):
             kept.append(new(k))
     assert len(kept) >= 120
     assert all(where(t) == (k // 100, f"cuda:{k % 100}") for k, t in enumerate(kept))
-    with pytest.raises(dr.PlacementError, match="127 places"):
+    with pytest.raises(dr.errors.PlacementError, match="127 places"):
         kept[0].to(dr.place(2, 99))
     del kept[-1]
     moved = kept[0].to(dr.place(2, 99))
     assert where(moved) == (2, "cuda:99")
     torch.manual_seed(5)  # seeds the other places too, and needs no number for that
-    with dr.on(2, 70), pytest.raises(dr.PlacementError, match="127 places"):
+    with dr.on(2, 70), pytest.raises(dr.errors.PlacementError, match="127 places"):
         torch.rand(1)
     del moved
     kept.clear()
@@ -476,13 +479,19 @@ def test_the_first_80_places_have_numbers_of_their_own(many: None) -> None:
         assert dr.place(0, k).number == k and where(torch.ones(1, device=dr.place(0, k))) == (0, f"cuda:{k}")
     beyond = dr.place(2, 70)
     assert dr.nodes()[2].devices[71].number is None
-    with pytest.raises(dr.PlacementError, match=r"Beyond the 80 places .* dr\.on\(place\), x\.to\(place\)"):
+    with pytest.raises(
+        dr.errors.PlacementError, match=r"Beyond the 80 places .* dr\.on\(place\), x\.to\(place\)"
+    ):
         torch.ones(1, device=beyond)
     with dr.on(beyond):
         x = torch.ones(2)
     assert x.place == beyond and dr.nodes()[2].devices[71].number == x.device.index >= 80  # type: ignore[attr-defined]
     assert where(torch.zeros(2, device=x.device)) == where(at((0, "cuda:1")).to(beyond)) == (2, "cuda:70")
-    assert where(nn.Linear(2, 2).to(beyond).weight) == where(dr.zeros(2, device=beyond)) == (2, "cuda:70")
+    assert (
+        where(nn.Linear(2, 2).to(beyond).weight)
+        == where(dr.factories.zeros(2, device=beyond))
+        == (2, "cuda:70")
+    )
     # Meshes and the places beyond take their numbers from the other end.
     mesh = dr.init_device_mesh([beyond, dr.place(0, 0)], (2,))
     assert mesh.device.index > 80 and where(torch.ones(1, device=mesh.device).member(0)) == (2, "cuda:70")  # type: ignore[attr-defined]

@@ -55,7 +55,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 def sent_to(x: Any, to: Any) -> str:
     """Return where a send goes, as its `Work` says."""
-    return repr(dr.isend(x, to)).rpartition(" to ")[2].rstrip(">")
+    return repr(dr.distributed.isend(x, to)).rpartition(" to ")[2].rstrip(">")
 
 
 def entered(where: Any) -> Any:
@@ -95,13 +95,13 @@ SPELLINGS: dict[str, Callable[[World], Any]] = {
     "device(remote)": lambda w: torch.device("remote"),
     "device(remote:k)": lambda w: w.device,
     "place": lambda w: dr.place(1, "cuda:0"),
-    "no place": lambda w: dr.Place(1, "cuda:9"),
+    "no place": lambda w: dr.types.Place(1, "cuda:9"),
     "mesh's device": lambda w: w.on_mesh.device,
     "get_device()": lambda w: w.x.get_device(),
 }
 ENTRIES: dict[str, Callable[[World, Any], Any]] = {
-    "zeros(device=)": lambda w, s: dr.zeros(2, device=s),
-    "FloatTensor(device=)": lambda w, s: dr.FloatTensor(2, device=s),
+    "zeros(device=)": lambda w, s: dr.factories.zeros(2, device=s),
+    "FloatTensor(device=)": lambda w, s: dr.factories.FloatTensor(2, device=s),
     "torch.remote.device()": lambda w, s: entered(s),
     "Stream()": lambda w, s: dr.Stream(s).place,
     "Stream(device=)": lambda w, s: dr.Stream(device=s).place,
@@ -118,7 +118,7 @@ ENTRIES: dict[str, Callable[[World, Any], Any]] = {
     "torch.load(map_location=)": lambda w, s: torch.load(io.BytesIO(w.file), map_location=s),
     "dr.on()": lambda w, s: entered_on(s),
     "publish": lambda w, s: looked_up(w, s),
-    "new_group()": lambda w, s: dr.new_group([s]).places[0],
+    "new_group()": lambda w, s: dr.distributed.new_group([s]).places[0],
 }
 
 

@@ -212,7 +212,7 @@ def test_contexts_belong_to_their_task_and_thread(session: object) -> None:
     async def make(node: int) -> int:
         with dr.node(node):
             await asyncio.sleep(0.001)
-            x = dr.zeros(2)
+            x = dr.factories.zeros(2)
             await asyncio.sleep(0.001)
             return x.get_node()
 
@@ -222,15 +222,15 @@ def test_contexts_belong_to_their_task_and_thread(session: object) -> None:
     assert asyncio.run(main()) == [0, 1] * 5
     with dr.node(1):
         seen: list[int] = []
-        together(lambda: seen.append(dr.zeros(2).get_node()))
+        together(lambda: seen.append(dr.factories.zeros(2).get_node()))
         assert seen == [0]  # a new thread starts with the session's default, as in torch.cuda
     shared = dr.node(1)
 
     def enter() -> None:
         for _ in range(200):
             with shared:
-                assert dr.zeros(2).get_node() == 1
-            assert dr.zeros(2).get_node() == 0
+                assert dr.factories.zeros(2).get_node() == 1
+            assert dr.factories.zeros(2).get_node() == 0
 
     # Several threads may enter one context object.
     together(*[enter] * 3)
@@ -407,7 +407,7 @@ def under_interrupts(seed: int, rounds: int, rate: float) -> None:
     dr.init_master_worker(world_size=2)
     storm = Storm(seed, rate)
     kept: list[tuple[int, torch.Tensor]] = []
-    futures: list[tuple[int, dr.Fetched]] = []
+    futures: list[tuple[int, dr.types.Fetched]] = []
     beside, stop = [0], threading.Event()
     wrong: list[str] = []
     missed: list[int] = []

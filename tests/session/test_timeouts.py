@@ -29,5 +29,5 @@ def test_no_timeout_has_no_deadline() -> None:
 
 @pytest.mark.parametrize("timeout", [-1, math.nan, math.inf, True, "1", 1e300])
 def test_what_no_wait_can_last_is_refused(timeout: object) -> None:
-    with pytest.raises(dr.UsageError, match="a timeout is a number of seconds from 0 on"):
+    with pytest.raises(dr.errors.UsageError, match="a timeout is a number of seconds from 0 on"):
         checked(timeout)  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ MISTAKES: dict[str, Callable[[torch.Tensor], object]] = {
     "in autocast": _autocast,
     "a place that is none": lambda x: torch.zeros(3, device="remote:77"),
     "a factory's arguments": lambda x: torch.eye(-1, device=x.device),
-    "a factory of ours": lambda x: dr.eye(-1),
+    "a factory of ours": lambda x: dr.factories.eye(-1),
     "the operator that waits": lambda x: torch.nonzero(poisoned(x)),
     "cpu": lambda x: poisoned(x).cpu(),
     "to": lambda x: poisoned(x).to("cpu"),
@@ -86,14 +86,14 @@ MISTAKES: dict[str, Callable[[torch.Tensor], object]] = {
     "load": lambda x: dr.load("/nowhere"),
     "detach": lambda x: dr.detach(),
     "a stream": lambda x: dr.Stream(9),
-    "a partition": lambda x: dr.Partition([9], 1),
-    "what is scattered": lambda x: dr.Partition([0], 1).scatter([1]),  # type: ignore[arg-type]
-    "what is gathered": lambda x: dr.Partition([0], 1).gather(x),  # type: ignore[arg-type]
-    "a primitive": lambda x: dr.primitives.all_gather(x, dr.Partition([0], 1), 0),  # type: ignore[arg-type]
+    "a partition": lambda x: dr.mesh.Partition([9], 1),
+    "what is scattered": lambda x: dr.mesh.Partition([0], 1).scatter([1]),  # type: ignore[arg-type]
+    "what is gathered": lambda x: dr.mesh.Partition([0], 1).gather(x),  # type: ignore[arg-type]
+    "a primitive": lambda x: dr.primitives.all_gather(x, dr.mesh.Partition([0], 1), 0),  # type: ignore[arg-type]
     "lines": lambda x: dr.lines.all_reduce("dp", x),  # type: ignore[arg-type]
     "attention": lambda x: dr.lines.attention("tp", x, x, x),  # type: ignore[arg-type]
-    "a sharded optimizer": lambda x: dr.ShardedOptimizer([x], "SGD", x),  # type: ignore[arg-type]
-    "a moving average": lambda x: dr.ShardedEMA(torch.nn.Linear(1, 1), 2.0),
+    "a sharded optimizer": lambda x: dr.parallel.ShardedOptimizer([x], "SGD", x),  # type: ignore[arg-type]
+    "a moving average": lambda x: dr.parallel.ShardedEMA(torch.nn.Linear(1, 1), 2.0),
     "an untyped storage": lambda x: torch.UntypedStorage(3, device=REMOTE),
     "a storage": lambda x: torch.ones(3).untyped_storage().to(REMOTE),
     "a device's memory": lambda x: torch.remote.memory_allocated(9),  # type: ignore[attr-defined]
@@ -120,7 +120,7 @@ def test_torchs_own_frames_stay(session: object) -> None:
 
 
 def test_a_module_that_is_sent_nowhere(session: object) -> None:
-    with pytest.raises(dr.PlacementError) as caught:
+    with pytest.raises(dr.errors.PlacementError) as caught:
         torch.nn.Linear(2, 2).to("remote:77")
     assert not [frame for frame in frames_below(caught.value) if frame.startswith(OURS)]
 
@@ -171,7 +171,7 @@ def test_ipython_shows_the_cells_line_alone(
 def test_an_error_of_a_start_stands_on_its_own_line(
     fresh_session: Callable[..., Any], capsys: pytest.CaptureFixture[str], address: str
 ) -> None:
-    with pytest.raises((dr.ConfigurationError, dr.ConnectionFailed)) as caught:
+    with pytest.raises((dr.errors.ConfigurationError, dr.errors.ConnectionFailed)) as caught:
         dr.init_master_worker(workers=[address], timeout=0.2, quiet=False)
     said = capsys.readouterr().out
     # An address that cannot be is told before anything is said.
@@ -190,10 +190,10 @@ def test_an_operators_failure_has_no_traceback_of_the_worker(session: object) ->
     assert "_ops.py" not in text and "worker traceback" not in text
 
 
-class Stumbling(dr.DataChannel):
+class Stumbling(dr.distributed.DataChannel):
     """A user's code on a worker, with a mistake of its own."""
 
-    capabilities = dr.Capabilities(frozenset({"send"}))
+    capabilities = dr.distributed.Capabilities(frozenset({"send"}))
 
     def send(self, data: torch.Tensor, to: int, tag: int) -> None:
         """Lose it."""
@@ -209,9 +209,9 @@ class Stumbling(dr.DataChannel):
 
 
 def test_users_code_on_a_worker_is_in_its_traceback(fresh_session: Callable[..., Any]) -> None:
-    dr.register_data_channel("Stumbling", Stumbling)
+    dr.distributed.register_data_channel("Stumbling", Stumbling)
     with fresh_session(data_channel="Stumbling"):
-        with pytest.raises(dr.NodeFailed, match="no such road") as caught:
+        with pytest.raises(dr.errors.NodeFailed, match="no such road") as caught:
             torch.ones(3, device=REMOTE).to(node=1).cpu()
         text = "".join(traceback.format_exception(caught.value))
         assert "worker traceback, node 1" in text

@@ -22,7 +22,7 @@ DEPRECATED = "Use of index_fill_ on expanded tensors is deprecated"
 
 
 @pytest.fixture(autouse=True)
-def _every_signature_is_new(session: dr.Session) -> Iterator[None]:
+def _every_signature_is_new(session: dr.types.Session) -> Iterator[None]:
     dr.synchronize()
     session.places.forget()
     yield
@@ -76,7 +76,7 @@ def test_it_is_shown_when_this_process_has_waited(session: object, read: Callabl
         assert len(found) == 1 and found[0].lineno == LINE
 
 
-def test_it_is_shown_once(session: dr.Session) -> None:
+def test_it_is_shown_once(session: dr.types.Session) -> None:
     with heard("default") as found:
         for _ in range(5):
             warns()
@@ -102,7 +102,7 @@ def test_what_is_written_has_its_new_metadata_when_the_warning_is_raised(session
     assert out.tolist() == [[1], [2]]
 
 
-def test_all_members_of_a_mesh_have_been_asked_when_the_warning_is_raised(session: dr.Session) -> None:
+def test_all_members_of_a_mesh_have_been_asked_when_the_warning_is_raised(session: dr.types.Session) -> None:
     mesh = dr.init_device_mesh("cpu", (len(dr.nodes()),))
     x = torch.ones(2, device=mesh.device)
     out = torch.empty(0, dtype=torch.int64, device=mesh.device)
@@ -116,8 +116,8 @@ def test_a_warning_that_is_raised_ends_no_group(session: object) -> None:
     x, y = there(torch.ones(1), 0), there(torch.ones(1), 1)
     warns()
     with heard("error"):
-        group = dr.new_group([x.place, y.place])
-        dr.all_reduce([x, y], group=group)
+        group = dr.distributed.new_group([x.place, y.place])
+        dr.distributed.all_reduce([x, y], group=group)
         with pytest.raises(UserWarning, match=DEPRECATED):
             dr.synchronize()
     assert x.tolist() == y.tolist() == [2]
@@ -134,7 +134,7 @@ def test_an_operator_whose_results_are_predicted_is_heard_too(session: object) -
     assert len(here) <= 1
 
 
-def test_the_members_of_a_mesh_warn_once_each(session: dr.Session) -> None:
+def test_the_members_of_a_mesh_warn_once_each(session: dr.types.Session) -> None:
     mesh = dr.init_device_mesh("cpu", (len(dr.nodes()),))
     whole = dr.from_shards([there(torch.zeros(1), k) for k in range(len(mesh.places))], mesh)
     with heard("default") as found:
@@ -181,7 +181,7 @@ def test_what_a_worker_says_is_bounded_and_cannot_steer_a_terminal() -> None:
     assert [(w.category, str(w.message)) for w in found] == [(DeprecationWarning, "one")]
 
 
-def test_a_thread_that_is_not_the_users_shows_nothing(session: dr.Session) -> None:
+def test_a_thread_that_is_not_the_users_shows_nothing(session: dr.types.Session) -> None:
     with heard() as found:
         x = warns()
         done = threading.Event()

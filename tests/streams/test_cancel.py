@@ -26,7 +26,7 @@ def there(node: int) -> torch.Tensor:
 
 def dropped(x: torch.Tensor) -> None:
     with pytest.raises(
-        dr.StreamCancelled, match=r"dropped by stream\.cancel\(\) or dr\.cancel\(\) before it ran"
+        dr.errors.StreamCancelled, match=r"dropped by stream\.cancel\(\) or dr\.cancel\(\) before it ran"
     ):
         x.tolist()
 
@@ -114,11 +114,11 @@ def test_settings_and_seeds_are_not_dropped(session: object) -> None:
 
 def test_no_such_node_and_a_lost_one(fresh_session: Callable[..., Any]) -> None:
     fresh_session(world_size=2)
-    with pytest.raises(dr.PlacementError, match="no node 7"):
+    with pytest.raises(dr.errors.PlacementError, match="no node 7"):
         dr.cancel(7)
     os.kill(dr.nodes()[1].pid, signal.SIGKILL)
     until(lambda: active_session().nodes[1].failed is not None)
-    with pytest.raises(dr.NodeFailed):
+    with pytest.raises(dr.errors.NodeFailed):
         dr.cancel(1)
     dr.cancel()
     assert torch.ones(3, device=REMOTE).sum().item() == 3

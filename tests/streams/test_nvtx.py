@@ -136,7 +136,7 @@ def test_ranges_that_reach_over_the_ends_of_a_trace(session: Session, tmp_path: 
 
 def test_each_thread_has_ranges_of_its_own(session: Session) -> None:
     def ends() -> None:
-        with pytest.raises(dr.UsageError, match="this thread has no range open"):
+        with pytest.raises(dr.errors.UsageError, match="this thread has no range open"):
             dr.nvtx.range_pop()
 
     with dr.nvtx.range("mine"):
@@ -144,7 +144,7 @@ def test_each_thread_has_ranges_of_its_own(session: Session) -> None:
         thread.start()
         thread.join()
     ends()
-    with pytest.raises(dr.UsageError, match="the name of a range is a text, got 3"):
+    with pytest.raises(dr.errors.UsageError, match="the name of a range is a text, got 3"):
         dr.nvtx.range_push(3)  # type: ignore[arg-type]
 
 

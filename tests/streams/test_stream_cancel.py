@@ -61,7 +61,7 @@ class Program:
         ] = {}  # by stream, the last of its instructions that may have been dropped
         self.values: list[Value] = []
         self.events: list[dr.Event] = []
-        self.reads: list[tuple[dr.Fetched, torch.Tensor, History]] = []
+        self.reads: list[tuple[dr.types.Fetched, torch.Tensor, History]] = []
         self.found: Counter[str] = Counter()
         self.now = 0
 
@@ -76,7 +76,7 @@ class Program:
         for future, here, history in self.reads:
             try:
                 self.found["right" if torch.equal(future.result(PATIENCE), here) else "wrong"] += 1
-            except dr.StreamCancelled:
+            except dr.errors.StreamCancelled:
                 self.found["dropped" if self.doubtful(history) else "dropped for no reason"] += 1
         for stream in self.streams:
             settle(stream)
@@ -170,7 +170,7 @@ class Program:
                 self.found[
                     "right" if torch.equal(a.there.nonzero().cpu(), a.here.nonzero()) else "wrong"
                 ] += 1
-        except dr.StreamCancelled:
+        except dr.errors.StreamCancelled:
             self.found["dropped" if self.doubtful(whole(a)) else "dropped for no reason"] += 1
 
     def make(
@@ -217,7 +217,7 @@ def settle(stream: dr.Stream) -> None:
         try:
             stream.synchronize(PATIENCE)
             return
-        except dr.StreamCancelled:  # what nobody has read
+        except dr.errors.StreamCancelled:  # what nobody has read
             pass
     raise AssertionError("a failure is raised again and again")
 

@@ -38,7 +38,7 @@ class Program:
         self.remote: list[list[torch.Tensor]] = [[], []]
         self.local: list[list[torch.Tensor]] = [[], []]
         self.generators = [torch.Generator().manual_seed(7) for _ in range(NODES)]
-        self.reads: list[tuple[dr.Fetched, torch.Tensor]] = []
+        self.reads: list[tuple[dr.types.Fetched, torch.Tensor]] = []
         self.events: list[dr.Event] = []
         dr.manual_seed(7)
 

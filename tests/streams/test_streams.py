@@ -597,7 +597,7 @@ def test_a_wait_past_its_deadline_names_both_lines(pair: tuple[dr.Stream, dr.Str
         with dr.stream(pair[0]):
             x = slow()
             event = pair[0].record_event()  # recorded here
-        with pytest.raises(dr.WaitTimeout) as caught:
+        with pytest.raises(dr.errors.WaitTimeout) as caught:
             event.synchronize(timeout=0.05)  # waited here
         text = str(caught.value)
         assert "event = pair[0].record_event()  # recorded here" in text
@@ -609,7 +609,7 @@ def test_a_wait_past_its_deadline_names_both_lines(pair: tuple[dr.Stream, dr.Str
             lambda: dr.synchronize(0, "cpu", 0.01),
             lambda: dr.fetch(x, 0.01),
         ):
-            with pytest.raises(dr.WaitTimeout):
+            with pytest.raises(dr.errors.WaitTimeout):
                 wait()
     dr.synchronize()
     assert torch.ones(2, device="remote").sum().item() == 2
@@ -623,7 +623,7 @@ def test_a_streams_own_wait_past_its_deadline_is_reported(node: int) -> None:
             slow()
             event = here.record_event()  # recorded here
         event.wait(there, timeout=0.05)  # waited here
-        with pytest.raises(dr.WaitTimeout) as caught:
+        with pytest.raises(dr.errors.WaitTimeout) as caught:
             there.synchronize(60)
     assert "recorded here" in str(caught.value)
     assert "waited here" in str(caught.value)
@@ -640,11 +640,11 @@ def test_cancel_drops_what_has_not_begun(pair: tuple[dr.Stream, dr.Stream]) -> N
         dropped = torch.zeros(N, device="remote") + 1
         dr.Event().wait()
     one.cancel()
-    with pytest.raises(dr.StreamCancelled, match=r"stream.cancel\(\)"):
+    with pytest.raises(dr.errors.StreamCancelled, match=r"stream.cancel\(\)"):
         dropped.sum().item()
     with dr.stream(one):  # it works again
         assert (kept + 1).sum().item() == 2 * N
-    with dr.stream(two), pytest.raises(dr.StreamCancelled):
+    with dr.stream(two), pytest.raises(dr.errors.StreamCancelled):
         (dropped + 1).sum().item()
     dr.synchronize()  # what was asked for is no failure to report
     memory = active_session().ask(active_session().nodes[0], AskMemory)
@@ -664,7 +664,7 @@ def test_cancel_ends_a_wait_for_another_node() -> None:
             dropped = torch.ones(2, device="remote")
         there.cancel()
         there.synchronize(30)
-    with pytest.raises(dr.StreamCancelled):
+    with pytest.raises(dr.errors.StreamCancelled):
         dropped.cpu()
     dr.synchronize()
 
@@ -694,34 +694,34 @@ def test_ctrl_c_in_a_wait_leaves_the_session_usable() -> None:
 
 
 def test_places_that_are_not_there() -> None:
-    with pytest.raises(dr.PlacementError, match="no node 7"):
+    with pytest.raises(dr.errors.PlacementError, match="no node 7"):
         dr.Stream(7)
-    with pytest.raises(dr.PlacementError, match="no device 'cuda:3'"):
+    with pytest.raises(dr.errors.PlacementError, match="no device 'cuda:3'"):
         dr.Stream(0, "cuda:3")
-    with pytest.raises(dr.PlacementError, match="cpu"):
+    with pytest.raises(dr.errors.PlacementError, match="cpu"):
         dr.Stream(torch.device("cpu"))
-    with pytest.raises(dr.UsageError, match=r"takes a distruntime\.Stream, got builtins\.int"):
+    with pytest.raises(dr.errors.UsageError, match=r"takes a distruntime\.Stream, got builtins\.int"):
         dr.stream(3)  # type: ignore[arg-type]
-    with pytest.raises(dr.UsageError, match="crosses nodes"):
+    with pytest.raises(dr.errors.UsageError, match="crosses nodes"):
         dr.Event(interprocess=True)
 
 
 def test_elapsed_time_of_events_that_cannot_say() -> None:
     timed, other = dr.Event(enable_timing=True), dr.Event(enable_timing=True)
-    with pytest.raises(dr.UsageError, match=r"Event\(enable_timing=True\)"):
+    with pytest.raises(dr.errors.UsageError, match=r"Event\(enable_timing=True\)"):
         dr.Event().elapsed_time(timed)
-    with pytest.raises(dr.UsageError, match="both events recorded"):
+    with pytest.raises(dr.errors.UsageError, match="both events recorded"):
         timed.elapsed_time(other)
     timed.record(dr.Stream(0))
     other.record(dr.Stream(1))
-    with pytest.raises(dr.UsageError, match="two clocks"):
+    with pytest.raises(dr.errors.UsageError, match="two clocks"):
         timed.elapsed_time(other)
 
 
 def test_record_stream_of_another_node() -> None:
     x = torch.ones(2, device="remote")
     x.record_stream(dr.Stream(0))
-    with pytest.raises(dr.PlacementError, match="another node's"):
+    with pytest.raises(dr.errors.PlacementError, match="another node's"):
         x.record_stream(dr.Stream(1))
 
 
@@ -736,7 +736,7 @@ def test_streams_and_events_of_a_session_that_has_ended(fresh_session: Callable[
         event.query, event.synchronize, lambda: event.wait(dr.Stream()),
         lambda: dr.Stream().wait_stream(stream),
     ):  # fmt: skip
-        with pytest.raises(dr.SessionClosed):
+        with pytest.raises(dr.errors.SessionClosed):
             use()
 
 
@@ -758,9 +758,9 @@ def test_events_of_a_node_that_dies(fresh_session: Callable[..., Any]) -> None:
         there.synchronize,
         lambda: dr.Stream(1),
     ):
-        with pytest.raises(dr.NodeFailed, match="node 1"):
+        with pytest.raises(dr.errors.NodeFailed, match="node 1"):
             use()
-    with pytest.raises(dr.NodeFailed, match="event"):  # the wait that stood is over, and says so once
+    with pytest.raises(dr.errors.NodeFailed, match="event"):  # the wait that stood is over, and says so once
         here.synchronize(30)
     assert after.sum().item() == 2
 
@@ -814,7 +814,7 @@ def test_a_timeout_that_is_none_is_refused_at_the_call(
         lambda: active_session().shutdown(timeout=timeout),
     ]
     for wait in waits:
-        with pytest.raises(dr.UsageError, match="number of seconds"):
+        with pytest.raises(dr.errors.UsageError, match="number of seconds"):
             wait()
     two.synchronize(30)  # and nothing waits on the worker
     assert future.result(timeout=30).tolist() == [1, 1]

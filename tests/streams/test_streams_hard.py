@@ -94,7 +94,7 @@ def test_who_waits_for_a_cancelled_stream_waits_for_what_it_waited_for(
         cancelled.synchronize(30)
     assert total.item() == N
     assert both.sum().item() == 2 * N
-    with pytest.raises(dr.StreamCancelled):
+    with pytest.raises(dr.errors.StreamCancelled):
         dropped.cpu()
 
 
@@ -126,7 +126,7 @@ def test_a_write_that_is_cancelled_spares_the_reads_before_it(
         writes.cancel()
         assert not writes.query()  # what is dropped poisons `x`, and that must wait for who reads it
     assert y.sum().item() == N
-    with pytest.raises(dr.StreamCancelled):
+    with pytest.raises(dr.errors.StreamCancelled):
         x.cpu()
 
 
@@ -153,7 +153,7 @@ def test_a_wait_that_ran_out_of_time_is_not_counted_on(three: tuple[dr.Stream, d
         passed = late.record_event()
         with dr.stream(late):
             total, more = x.sum(), made + 1
-        with pytest.raises(dr.WaitTimeout):
+        with pytest.raises(dr.errors.WaitTimeout):
             passed.synchronize(30)
     assert total.item() == N
     assert more.sum().item() == 2 * N
@@ -171,7 +171,7 @@ def test_a_write_to_a_view_that_was_dropped_is_not_lost(
     cancelled.cancel()
     with dr.stream(other):
         deeper.add_(1)
-    with pytest.raises(dr.StreamCancelled):
+    with pytest.raises(dr.errors.StreamCancelled):
         x.cpu()
 
 
@@ -185,7 +185,7 @@ def test_a_view_that_was_dropped_takes_nothing_along(three: tuple[dr.Stream, dr.
     with dr.stream(other):
         y.add_(part)
     assert x.sum().item() == 0
-    with pytest.raises(dr.StreamCancelled):
+    with pytest.raises(dr.errors.StreamCancelled):
         y.cpu()
 
 
@@ -199,7 +199,7 @@ def test_an_upload_that_is_cancelled_before_its_target_was_made_is_not_lost(
         with dr.stream(uploads):
             x.copy_(torch.arange(N, dtype=torch.float32))
         uploads.cancel()
-    with pytest.raises(dr.StreamCancelled):
+    with pytest.raises(dr.errors.StreamCancelled):
         x.cpu()
 
 
@@ -374,10 +374,12 @@ def test_what_is_no_stream_or_event_or_priority_harms_no_worker(
         lambda: dr.Event().record(wrong), lambda: timed.elapsed_time(wrong),
         lambda: x.record_stream(wrong),
     ):  # fmt: skip
-        with pytest.raises(dr.UsageError, match=r"takes a distruntime\.(Stream|Event), got builtins\.int"):
+        with pytest.raises(
+            dr.errors.UsageError, match=r"takes a distruntime\.(Stream|Event), got builtins\.int"
+        ):
             use()
     for priority in ("high", 0.5, 1 << 70, True, None):
-        with pytest.raises(dr.UsageError, match="whole number"):
+        with pytest.raises(dr.errors.UsageError, match="whole number"):
             dr.Stream(0, "cpu", priority=priority)  # type: ignore[arg-type]
     dr.synchronize(0, "cpu")
     assert x.sum().item() == N

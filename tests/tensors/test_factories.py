@@ -47,9 +47,9 @@ def test_a_factory_waits_for_nobody(session: object, dtype: torch.dtype) -> None
     try:
         # The second round finds each signature, the first makes it.
         for _ in range(2):
-            dr.stalls(reset=True)
+            dr.profiler.stalls(reset=True)
             made = {name: make(REMOTE) for name, make in FACTORIES.items()}
-            assert dr.stalls() == []
+            assert dr.profiler.stalls() == []
             for name, there in made.items():
                 here = FACTORIES[name]("cpu")
                 assert (there.dtype, there.stride()) == (here.dtype, here.stride()), name

@@ -205,9 +205,9 @@ def _places() -> None:
     x = torch.rand(3, device=REMOTE)
     with dr.node(1):
         y = torch.rand(3, device=REMOTE)
-    _raises(dr.PlacementError, lambda: x + y)
-    _raises(dr.PlacementError, lambda: x + torch.rand(3))
-    _raises(dr.NotSupportedError, x.share_memory_)
+    _raises(dr.errors.PlacementError, lambda: x + y)
+    _raises(dr.errors.PlacementError, lambda: x + torch.rand(3))
+    _raises(dr.errors.NotSupportedError, x.share_memory_)
     _raises(TypeError, x.numpy)
 
 

@@ -51,9 +51,9 @@ def occupied(node: int = 0) -> Iterator[torch.Tensor]:
         dr.default_stream(node, "cpu").cancel()
 
 
-def dropped(future: dr.Fetched) -> bool:
+def dropped(future: dr.types.Fetched) -> bool:
     """Wait for what a worker was computing; return whether it was dropped before it was there."""
-    return isinstance(future.exception(timeout=60), dr.StreamCancelled)
+    return isinstance(future.exception(timeout=60), dr.errors.StreamCancelled)
 
 
 # Every way
@@ -289,7 +289,7 @@ def test_a_future_behaves_as_futures_do(session: object) -> None:
             # The builtin class, also where that of futures is another one (Python 3.10).
             with pytest.raises(TimeoutError, match=r"within 0.2 s\n  waited for at .*test_reading"):
                 late.result(timeout=0.2)
-            with pytest.raises(dr.WaitTimeout):
+            with pytest.raises(dr.errors.WaitTimeout):
                 late.exception(timeout=0.01)
 
         waits_less(1.5, give_up)
@@ -506,8 +506,8 @@ def test_nodes_print_within_a_second_although_one_is_stopped(session: object) ->
 
 @pytest.fixture
 def sync_mode() -> Iterator[Callable[[str | int], None]]:
-    yield dr.set_sync_debug_mode
-    dr.set_sync_debug_mode("default")
+    yield dr.profiler.set_sync_debug_mode
+    dr.profiler.set_sync_debug_mode("default")
 
 
 IMPLICIT: list[Callable[[torch.Tensor], Any]] = [
@@ -533,8 +533,8 @@ def test_implicit_waits_can_be_forbidden(
 ) -> None:
     x = torch.ones(3, device=REMOTE)
     sync_mode(2)
-    assert dr.get_sync_debug_mode() == 2
-    with pytest.raises(dr.UsageError, match=r"(?s)blocks.*test_reading.py:\d+.*fetch_async"):
+    assert dr.profiler.get_sync_debug_mode() == 2
+    with pytest.raises(dr.errors.UsageError, match=r"(?s)blocks.*test_reading.py:\d+.*fetch_async"):
         wait(x)
     sync_mode("default")
     wait(x)
@@ -557,9 +557,9 @@ def test_explicit_waits_are_never_reported(session: object, sync_mode: Callable[
 
 def test_the_mode_is_checked(session: object) -> None:
     for mode in ("loud", 3, None, -1):
-        with pytest.raises(dr.UsageError, match="default"):
-            dr.set_sync_debug_mode(mode)  # type: ignore[arg-type]
-    assert dr.get_sync_debug_mode() == 0
+        with pytest.raises(dr.errors.UsageError, match="default"):
+            dr.profiler.set_sync_debug_mode(mode)  # type: ignore[arg-type]
+    assert dr.profiler.get_sync_debug_mode() == 0
 
 
 def test_advice_about_shapes_is_for_shapes_that_depend_on_data() -> None:
@@ -575,21 +575,21 @@ def test_advice_about_shapes_is_for_shapes_that_depend_on_data() -> None:
 def test_argument_checks_of_distributions_have_their_own_advice(session: object) -> None:
     """The line was the user's, which reads nothing, and the advice was to collect what it reads."""
     x = torch.ones(3, device=REMOTE)
-    dr.stalls(reset=True)
+    dr.profiler.stalls(reset=True)
     for _ in range(25):
         # torch.compile, once used, switches these checks off for a process.
         torch.distributions.Normal(x, x, validate_args=True)
-    (row,) = [row for row in dr.stalls() if "test_reading" in row.line]
+    (row,) = [row for row in dr.profiler.stalls() if "test_reading" in row.line]
     assert row.why == "an argument check" and row.count >= 25
-    (advice,) = dr.stalls().advice()
+    (advice,) = dr.profiler.stalls().advice()
     assert "torch.distributions checked an argument at " in advice and "validate_args=False" in advice
-    dr.stalls(reset=True)
+    dr.profiler.stalls(reset=True)
     for _ in range(25):
         torch.distributions.Normal(x, x, validate_args=False)
-    assert not dr.stalls()
+    assert not dr.profiler.stalls()
     for _ in range(25):
         (x + 1).sum().item()
-    assert {row.why for row in dr.stalls()} == {"item"}
+    assert {row.why for row in dr.profiler.stalls()} == {"item"}
 
 
 def test_lines_of_libraries_that_are_known_to_wait() -> None:
@@ -611,94 +611,96 @@ def test_a_hooks_name_is_not_worth_a_wait(session: object) -> None:
     code = "def name(function): return function.__repr__()"
     exec(compile(code, os.path.join("x", "transformer_lens", "hook_points.py"), "exec"), names)
     x = torch.ones(3, device=REMOTE)
-    dr.stalls(reset=True)
+    dr.profiler.stalls(reset=True)
     assert "<remote 3 float32, 12 B, node 0 cpu: not fetched" in names["name"](functools.partial(print, x))
-    assert not dr.stalls()
+    assert not dr.profiler.stalls()
     assert "tensor([1., 1., 1.]" in repr(functools.partial(print, x))
 
 
 def test_a_value_that_ipython_shows_is_a_wait_of_the_cell(session: object) -> None:
     interactive = pytest.importorskip("IPython.core.interactiveshell")
     shell = interactive.InteractiveShell.instance()
-    dr.stalls(reset=True)
+    dr.profiler.stalls(reset=True)
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("sys.stdout", io.StringIO())
             shell.run_cell("import torch, distruntime\nx = torch.ones(3, 3, device='remote')\nx + 7")
-        assert [(stall.why, stall.line.split()[-3:]) for stall in dr.stalls()] == [("repr", ["x", "+", "7"])]
+        assert [(stall.why, stall.line.split()[-3:]) for stall in dr.profiler.stalls()] == [
+            ("repr", ["x", "+", "7"])
+        ]
     finally:
         interactive.InteractiveShell.clear_instance()
 
 
 def test_stalls_are_summed_up_by_line(session: object) -> None:
     x = torch.ones(3, device=REMOTE)
-    dr.stalls(reset=True)
+    dr.profiler.stalls(reset=True)
     started = time.perf_counter()
     for _ in range(7):
         (x + 1).sum().item()
     line = f"{os.path.basename(__file__)}:{sys._getframe().f_lineno - 1}"
     short = time.perf_counter() - started
     x.cpu()
-    rows = {row.line.split()[0].rpartition("/")[2]: row for row in dr.stalls()}
+    rows = {row.line.split()[0].rpartition("/")[2]: row for row in dr.profiler.stalls()}
     assert rows[line].count == 7 and rows[line].why == "item" and "sum().item()" in rows[line].line
     assert 0 < rows[line].seconds <= short
-    assert len(rows) == 2 and [row.seconds for row in dr.stalls()] == sorted(
-        (row.seconds for row in dr.stalls()), reverse=True
+    assert len(rows) == 2 and [row.seconds for row in dr.profiler.stalls()] == sorted(
+        (row.seconds for row in dr.profiler.stalls()), reverse=True
     )
-    dr.stalls(reset=True)
-    assert dr.stalls() == []
+    dr.profiler.stalls(reset=True)
+    assert dr.profiler.stalls() == []
 
 
 def test_equal_lines_and_reasons_are_one_stall(session: object) -> None:
     x = torch.ones(3, device=REMOTE)
-    dr.stalls(reset=True)
+    dr.profiler.stalls(reset=True)
     for _ in range(3):  # as at a prompt, where every line is compiled anew
         exec("(x + 1).sum().item(), (x + 2).sum().item()", {"x": x})
-    assert [(row.line, row.why, row.count) for row in dr.stalls()] == [("<string>:1", "item", 6)]
+    assert [(row.line, row.why, row.count) for row in dr.profiler.stalls()] == [("<string>:1", "item", 6)]
 
 
 def test_a_wait_that_is_given_up_is_a_stall(session: object) -> None:
     x = torch.ones(3, device=REMOTE)
     x.sum().item()
-    dr.stalls(reset=True)
+    dr.profiler.stalls(reset=True)
     with stopped(dr.nodes()[0].pid):
         repr(x)
         with pytest.raises(TimeoutError):
             dr.fetch_async(x).result(timeout=0.01)
-    (row,) = dr.stalls()
+    (row,) = dr.profiler.stalls()
     assert row.why == "repr" and row.seconds > 1
 
 
 def test_a_fetch_of_nothing_remote_waits_for_nobody(session: object) -> None:
-    dr.stalls(reset=True)
+    dr.profiler.stalls(reset=True)
     assert dr.fetch({"a": 3}) == {"a": 3}
-    assert dr.stalls() == [] and repr(dr.stalls()) == "no waits so far"
+    assert dr.profiler.stalls() == [] and repr(dr.profiler.stalls()) == "no waits so far"
 
 
 def test_stalls_print_as_a_table(session: object) -> None:
     x = torch.ones(3, device=REMOTE)
-    dr.stalls(reset=True)
+    dr.profiler.stalls(reset=True)
     x.sum().item()
-    head, row = repr(dr.stalls()).splitlines()
+    head, row = repr(dr.profiler.stalls()).splitlines()
     assert head.split() == ["waited", "times", "for", "at"]
     assert re.fullmatch(r" +\d+\.\d{4} s +1 +item +\S+test_reading\.py:\d+   x\.sum\(\)\.item\(\)", row), row
-    assert dr.stalls()._repr_html_().count("<tr>") == 2
+    assert dr.profiler.stalls()._repr_html_().count("<tr>") == 2
 
 
 def test_many_reads_at_a_line_bring_advice(session: object) -> None:
     x = torch.ones(3, device=REMOTE)
-    dr.stalls(reset=True)
+    dr.profiler.stalls(reset=True)
     for _ in range(25):
         (x + 1).sum().item()
     for _ in range(21):
         (x > 0).nonzero()
     dr.fetch(x)
-    rows = {row.why.split()[0]: row.count for row in dr.stalls()}
-    texts = sorted(dr.stalls().advice(), key=lambda text: "reads" in text)
-    assert len(texts) == 2 and repr(dr.stalls()).splitlines()[-2:] == dr.stalls().advice()
+    rows = {row.why.split()[0]: row.count for row in dr.profiler.stalls()}
+    texts = sorted(dr.profiler.stalls().advice(), key=lambda text: "reads" in text)
+    assert len(texts) == 2 and repr(dr.profiler.stalls()).splitlines()[-2:] == dr.profiler.stalls().advice()
     assert texts[1].startswith(f"{rows['item']} reads one by one at ") and "dr.fetch(list) once" in texts[1]
     assert "times aten.nonzero waited for the shape of its result at " in texts[0]
-    assert dr.stalls()._repr_html_().count("<p>") == 2
+    assert dr.profiler.stalls()._repr_html_().count("<p>") == 2
 
 
 @pytest.mark.parametrize("wait", [*IMPLICIT, dr.fetch])
@@ -706,9 +708,11 @@ def test_every_implicit_wait_is_a_stall(session: object, wait: Callable[[torch.T
     x = torch.ones(500, 500, device=REMOTE)
     for _ in range(3):
         x = x @ x * 1e-3  # so that there is something to wait for
-    dr.stalls(reset=True)
+    dr.profiler.stalls(reset=True)
     wait(x[0])
-    assert [row.line.partition(":")[0].rpartition("/")[2] for row in dr.stalls()] == ["test_reading.py"]
+    assert [row.line.partition(":")[0].rpartition("/")[2] for row in dr.profiler.stalls()] == [
+        "test_reading.py"
+    ]
 
 
 def test_waiting_for_room_in_the_window_is_a_stall(
@@ -719,12 +723,14 @@ def test_waiting_for_room_in_the_window_is_a_stall(
     x = torch.ones(400, 400, device=REMOTE)
     y = x @ x
     y.sum().item()
-    dr.stalls(reset=True)
+    dr.profiler.stalls(reset=True)
     futures = []
     for _ in range(400):
         y = x @ x
         futures.append(dr.fetch_async(y[0, 0]))  # each sends what has gathered: the window fills with little
-    assert any("window" in row.why or "ahead" in row.why for row in dr.stalls()), dr.stalls()
+    assert any("window" in row.why or "ahead" in row.why for row in dr.profiler.stalls()), (
+        dr.profiler.stalls()
+    )
 
 
 # Refusals

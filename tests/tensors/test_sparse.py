@@ -185,7 +185,7 @@ def test_it_comes_here_goes_elsewhere_and_into_files(session: object) -> None:
             and loaded.device.type == where
             and loaded.to_dense().tolist() == here.to_dense().tolist()
         )
-    with pytest.raises(dr.NotSupportedError, match=r"dr\.fetch"):
+    with pytest.raises(dr.errors.NotSupportedError, match=r"dr\.fetch"):
         pickle.dumps(grad)
     assert "layout=torch.sparse_coo" in repr(grad) and "node 0" in repr(grad)
     assert grad.type() == "torch.remote.sparse.FloatTensor" and not grad.is_cuda
@@ -196,7 +196,9 @@ def test_it_comes_here_goes_elsewhere_and_into_files(session: object) -> None:
     [lambda g: g[1], lambda g: g @ g, lambda g: g * torch.ones(6, 3, device=REMOTE), lambda g: g.mean()],
 )
 def test_what_it_cannot_do_says_what_can(session: object, wrong: Callable[[Any], Any]) -> None:
-    with pytest.raises(dr.NotSupportedError, match=r"x\.to_dense\(\) is a dense one there, and x\.cpu\(\)"):
+    with pytest.raises(
+        dr.errors.NotSupportedError, match=r"x\.to_dense\(\) is a dense one there, and x\.cpu\(\)"
+    ):
         wrong(of_rows(REMOTE).grad)
 
 

@@ -207,7 +207,7 @@ def test_wrappers_that_claim_a_place_are_differentiated(session: object) -> None
 
 
 def test_a_class_with_its_own_dispatch_is_told_to_hold_the_tensor(session: object) -> None:
-    with pytest.raises(dr.NotSupportedError, match=r"_make_wrapper_subclass\(Wrapper, x\.shape"):
+    with pytest.raises(dr.errors.NotSupportedError, match=r"_make_wrapper_subclass\(Wrapper, x\.shape"):
         torch.ones(2, device=REMOTE).as_subclass(Wrapper)
     with pytest.raises(TypeError, match=r"must be a subclass of torch\.Tensor"):
         torch.ones(2, device=REMOTE).as_subclass(int)  # type: ignore[type-var]

@@ -172,7 +172,7 @@ def test_mixed_places_are_refused(session: object) -> None:
         lambda: nn.Linear(3, 3).to(REMOTE)(here),
     ]
     for mistake in mistakes:
-        with pytest.raises(dr.PlacementError) as caught:
+        with pytest.raises(dr.errors.PlacementError) as caught:
             mistake()
         assert REMOTE in str(caught.value) or "node" in str(caught.value)
     assert torch.equal(here, tensor("cpu", 3)) and torch.equal(there.cpu(), here)

@@ -1,4 +1,4 @@
-"""`dr.memory_snapshot`: a worker's memory as torch's own viewer reads it, with the lines of this program."""
+"""`dr.profiler.memory_snapshot`: a worker's memory as torch's own viewer reads it, with the lines of this program."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_torchs_own_tools_read_it_and_name_the_lines(session: Session, tmp_path:
         other = torch.ones(50, device="remote")
     dr.synchronize()
     path = tmp_path / "x.pickle"
-    found: Any = dr.memory_snapshot(path)
+    found: Any = dr.profiler.memory_snapshot(path)
     with open(path, "rb") as file:
         data = file.read()
     assert pickle.loads(data) == found
@@ -58,11 +58,11 @@ def test_torchs_own_tools_read_it_and_name_the_lines(session: Session, tmp_path:
     assert "total_reserved" in viz.segsum(found) and "entries" in viz.trace(found)
     assert "Active Memory Timeline" in viz.trace_plot(found)
     assert "Allocator State History" in viz.segment_plot(found)
-    assert not [s for s in dr.memory_snapshot(node=1)["segments"] if s["total_size"] == 4000]  # type: ignore[attr-defined]
+    assert not [s for s in dr.profiler.memory_snapshot(node=1)["segments"] if s["total_size"] == 4000]  # type: ignore[attr-defined]
     del kept[:], other
     # The worker frees them behind what it runs still.
     dr.synchronize()
-    assert not [s for s in dr.memory_snapshot()["segments"] if s["total_size"] == 4000]  # type: ignore[attr-defined]
+    assert not [s for s in dr.profiler.memory_snapshot()["segments"] if s["total_size"] == 4000]  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow(reason="takes snapshots from many threads, 3 s")
@@ -70,25 +70,25 @@ def test_threads_take_theirs_one_after_the_other(session: Session) -> None:
     kept = [torch.ones(100, device="remote") for _ in range(300)]
     dr.synchronize()
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: dr.memory_snapshot(), range(12)))
+        found = list(pool.map(lambda _: dr.profiler.memory_snapshot(), range(12)))
     assert len({len(one["segments"]) for one in found}) == 1
     assert len(kept) == 300
 
 
 def test_what_cannot_be_is_refused(session: Session, tmp_path: Path) -> None:
-    with pytest.raises(dr.UsageError, match="there is no folder"):
-        dr.memory_snapshot(tmp_path / "no" / "x.pickle")
-    with pytest.raises(dr.UsageError, match="that is a folder"):
-        dr.memory_snapshot(tmp_path)
-    with pytest.raises(dr.PlacementError):
-        dr.memory_snapshot(node=7)
-    with pytest.raises(dr.UsageError, match='expected "all", "state" or None'):
-        dr.record_memory_history("some")  # type: ignore[arg-type]
-    with pytest.raises(dr.UsageError, match="from 1 on, got 0"):
-        dr.record_memory_history(max_entries=0)
+    with pytest.raises(dr.errors.UsageError, match="there is no folder"):
+        dr.profiler.memory_snapshot(tmp_path / "no" / "x.pickle")
+    with pytest.raises(dr.errors.UsageError, match="that is a folder"):
+        dr.profiler.memory_snapshot(tmp_path)
+    with pytest.raises(dr.errors.PlacementError):
+        dr.profiler.memory_snapshot(node=7)
+    with pytest.raises(dr.errors.UsageError, match='expected "all", "state" or None'):
+        dr.profiler.record_memory_history("some")  # type: ignore[arg-type]
+    with pytest.raises(dr.errors.UsageError, match="from 1 on, got 0"):
+        dr.profiler.record_memory_history(max_entries=0)
     # It does nothing on a CPU.
-    dr.record_memory_history()
-    dr.record_memory_history(None, node=1)
+    dr.profiler.record_memory_history()
+    dr.profiler.record_memory_history(None, node=1)
 
 
 def test_members_of_a_mesh_have_their_lines(session: Session) -> None:
@@ -96,7 +96,7 @@ def test_members_of_a_mesh_have_their_lines(session: Session) -> None:
     x = torch.ones(777, device=mesh.device) + 1  # on the mesh
     dr.synchronize()
     for node in (0, 1):
-        found: Any = dr.memory_snapshot(node=node)
+        found: Any = dr.profiler.memory_snapshot(node=node)
         (mine,) = [s for s in found["segments"] if s["total_size"] == 777 * 4]
         assert at("on the mesh").endswith(f":{mine['blocks'][0]['frames'][0]['line']}")
     del x
@@ -171,7 +171,7 @@ def test_the_history_is_switched_on_where_there_is_cuda(monkeypatch: pytest.Monk
         ("all", {"stacks": "python", "max_entries": 10}),
         (None, {"stacks": "python", "max_entries": 10}),
     ]
-    with pytest.raises(dr.ConfigurationError, match="got the memory history 'much'"):
+    with pytest.raises(dr.errors.ConfigurationError, match="got the memory history 'much'"):
         worker_side.record(state, "much", 10)
 
 
@@ -179,7 +179,7 @@ def test_simulated_gpus_are_the_cpu(fresh_session: Callable[..., Any]) -> None:
     fresh_session(world_size=1, simulate_cuda=2)
     x = torch.ones(1234, device=dr.place(0, "cuda:1"))
     dr.synchronize()
-    found: Any = dr.memory_snapshot()
+    found: Any = dr.profiler.memory_snapshot()
     assert found["distruntime"]["devices"] == {"0": "cuda:0", "1": "cuda:1", "2": "cpu"}
     assert [s["device"] for s in found["segments"] if s["total_size"] == 1234 * 4] == [2]
     assert len(found["device_traces"]) == 3

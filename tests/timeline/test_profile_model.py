@@ -1,4 +1,4 @@
-"""`dr.profile_model` says what each module takes, on its worker."""
+"""`dr.profiler.profile_model` says what each module takes, on its worker."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Slow(nn.Module):
 def test_time_and_memory_of_each_module(session: Any) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(Slow(), nn.ReLU()), nn.Linear(64, 8)).to(REMOTE)
     x = torch.randn(16, 64).to(REMOTE)
-    dr.profile_model(model, x)
+    dr.profiler.profile_model(model, x)
     before = [p.grad for p in model.parameters()]
-    found = dr.profile_model(model, x, backward=True)
+    found = dr.profiler.profile_model(model, x, backward=True)
     rows = {one.name: one for one in found}
     assert list(rows) == ["", "0", "1", "1.0", "1.0.inner", "1.1", "2"]
     assert all(one.place == x.place and one.calls == 1 for one in found)  # type: ignore[attr-defined]
@@ -59,17 +59,17 @@ def test_modules_on_several_places_and_on_a_mesh(session: Any) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.b(self.a(x).to(self.b.weight.device))  # type: ignore[no-any-return]
 
-    rows = {one.name: one for one in dr.profile_model(Two(), torch.ones(2, 4).to("remote:0"))}
+    rows = {one.name: one for one in dr.profiler.profile_model(Two(), torch.ones(2, 4).to("remote:0"))}
     assert (rows["a"].place, rows["b"].place) == (dr.place(0, "cpu"), dr.place(1, "cpu"))
     mesh = dr.init_device_mesh("cpu", (2,))
     model = nn.Linear(4, 4).to(mesh.device)
-    (row,) = dr.profile_model(model, torch.ones(2, 4).to(mesh.device))
+    (row,) = dr.profiler.profile_model(model, torch.ones(2, 4).to(mesh.device))
     assert row.forward > 0 and row.place is not None and len(row.place.members) == 2
 
 
 def test_what_is_no_module_and_what_has_no_gradient(session: Any) -> None:
-    with pytest.raises(dr.UsageError, match=r"takes an nn\.Module"):
-        dr.profile_model(len, [1])  # type: ignore[arg-type]
+    with pytest.raises(dr.errors.UsageError, match=r"takes an nn\.Module"):
+        dr.profiler.profile_model(len, [1])  # type: ignore[arg-type]
     model = nn.Linear(2, 2).to(REMOTE).requires_grad_(False)
-    with pytest.raises(dr.UsageError, match="nothing that has a gradient: leave backward= out"):
-        dr.profile_model(model, torch.ones(1, 2).to(REMOTE), backward=True)
+    with pytest.raises(dr.errors.UsageError, match="nothing that has a gradient: leave backward= out"):
+        dr.profiler.profile_model(model, torch.ones(1, 2).to(REMOTE), backward=True)

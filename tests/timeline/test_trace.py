@@ -293,10 +293,10 @@ def test_an_error_in_the_body_is_raised_and_the_trace_is_written(session: Sessio
 
 def test_a_second_trace_is_refused(session: Session, tmp_path: Path) -> None:
     with dr.trace(tmp_path / "step.json", quiet=True):  # the first
-        with pytest.raises(dr.UsageError, match="a trace is on already") as caught:
+        with pytest.raises(dr.errors.UsageError, match="a trace is on already") as caught:
             dr.trace(tmp_path / "other.json").start()
         assert "step.json" in str(caught.value) and at("the first").split(":")[1] in str(caught.value)
-        with pytest.raises(dr.UsageError, match="still on"):
+        with pytest.raises(dr.errors.UsageError, match="still on"):
             dr.why_slow(tmp_path / "step.json")
     assert not (tmp_path / "other.json").exists()
 
@@ -307,15 +307,15 @@ def test_a_second_trace_is_refused(session: Session, tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_is_refused_before_anything_runs(
     session: Session, tmp_path: Path, name: str, reason: str
 ) -> None:
-    with pytest.raises(dr.UsageError, match=reason):
+    with pytest.raises(dr.errors.UsageError, match=reason):
         dr.trace(tmp_path / name)
-    with pytest.raises(dr.UsageError, match="a number of instructions"):
+    with pytest.raises(dr.errors.UsageError, match="a number of instructions"):
         dr.trace(tmp_path / "step.json", most=0)
 
 
 def test_start_and_stop(session: Session, tmp_path: Path) -> None:
     trace = dr.trace(tmp_path / "step.json", quiet=True)
-    with pytest.raises(dr.UsageError, match="never started"):
+    with pytest.raises(dr.errors.UsageError, match="never started"):
         trace.stop()
     trace.start()
     assert "on" in repr(trace)
@@ -326,7 +326,7 @@ def test_start_and_stop(session: Session, tmp_path: Path) -> None:
 
 
 def test_without_a_session(fresh_session: Callable[..., Any], tmp_path: Path) -> None:
-    with pytest.raises(dr.SessionClosed):
+    with pytest.raises(dr.errors.SessionClosed):
         dr.trace(tmp_path / "step.json").start()
     fresh_session(world_size=1)
     with dr.trace(tmp_path / "step.json", quiet=True):
@@ -389,9 +389,9 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
         json.dumps({"traceEvents": 3, "otherData": {chrome.MARK: 1}}),
     ):
         path.write_text(text, encoding="utf-8")
-        with pytest.raises(dr.UsageError, match="is no trace that"):
+        with pytest.raises(dr.errors.UsageError, match="is no trace that"):
             dr.why_slow(path)
-    with pytest.raises(dr.UsageError, match="cannot be read"):
+    with pytest.raises(dr.errors.UsageError, match="cannot be read"):
         dr.why_slow(tmp_path / "nothing.json")
 
 

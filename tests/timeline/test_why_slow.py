@@ -118,15 +118,15 @@ def test_a_slow_node_of_a_mesh(session: Session, tmp_path: Path) -> None:
 
 
 def test_a_collective_that_is_stuck(session: Session, tmp_path: Path) -> None:
-    group = dr.new_group([0, 1])
+    group = dr.distributed.new_group([0, 1])
     a, b = torch.ones(3, device=dr.place(0)), torch.ones(3, device=dr.place(1))
-    dr.all_reduce([a, b], group=group)
+    dr.distributed.all_reduce([a, b], group=group)
     dr.synchronize()
     for_so_long(b, 0.0)
 
     def work() -> None:
         for_so_long(b, 1.5)
-        dr.all_reduce([a, b], group=group)  # stuck
+        dr.distributed.all_reduce([a, b], group=group)  # stuck
 
     slow = looked(tmp_path, work, timeout=0.5)
     cause = slow.cause
@@ -139,14 +139,14 @@ def test_a_member_that_does_not_answer(
     fresh_session: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = fresh_session(world_size=2)
-    group = dr.new_group([0, 1])
+    group = dr.distributed.new_group([0, 1])
     a, b = torch.ones(3, device=dr.place(0)), torch.ones(3, device=dr.place(1))
-    dr.all_reduce([a, b], group=group)
+    dr.distributed.all_reduce([a, b], group=group)
     dr.synchronize()
     trace = dr.trace(tmp_path / "step.json", timeout=0.5, quiet=True)
     trace.start()
     with stopped(session.nodes[1].welcome.pid):
-        dr.all_reduce([a, b], group=group)  # nobody comes
+        dr.distributed.all_reduce([a, b], group=group)  # nobody comes
         monkeypatch.setenv("DISTRUNTIME_LOOK_TIMEOUT", "0.3")
         trace.stop()
     slow = dr.why_slow()

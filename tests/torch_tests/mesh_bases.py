@@ -34,8 +34,8 @@ from distruntime.mesh.varying import varies, varying
 # Most tests take four ranks, or as many as there are up to eight. Those that name eight get eight.
 RANKS, MEMBERS = 4, 8
 REMOTE = "remote"
-_meshes: dict[tuple[int, ...], dr.DeviceMesh] = {}
-_tested: list[dr.DeviceMesh] = []
+_meshes: dict[tuple[int, ...], dr.mesh.DeviceMesh] = {}
+_tested: list[dr.mesh.DeviceMesh] = []
 _manual_seed = torch.manual_seed
 _get_default_group = distributed_c10d._get_default_group
 
@@ -50,7 +50,7 @@ def open_session() -> None:
     mesh_of(range(RANKS))
 
 
-def mesh_of(ranks: Sequence[int]) -> dr.DeviceMesh:
+def mesh_of(ranks: Sequence[int]) -> dr.mesh.DeviceMesh:
     """Return the mesh of some members in one dimension, and keep it."""
     key = tuple(ranks)
     if key not in _meshes:
@@ -118,7 +118,7 @@ def around() -> Generator[None]:
 
 def init_device_mesh(
     device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Any = None, **others: Any
-) -> dr.DeviceMesh:
+) -> dr.mesh.DeviceMesh:
     places = _places(range(math.prod(mesh_shape)))
     return dr.init_device_mesh(places, tuple(mesh_shape), mesh_dim_names=mesh_dim_names)
 
@@ -184,7 +184,7 @@ class OneController(common_dtensor.DTensorTestMixin, common_fsdp.FSDPTestMixin, 
     def process_group(self) -> Any:
         return _tested[-1].get_group()
 
-    def build_device_mesh(self) -> dr.DeviceMesh:
+    def build_device_mesh(self) -> dr.mesh.DeviceMesh:
         return init_device_mesh(REMOTE, (self.world_size,))
 
     def init_manual_seed_for_rank(self) -> None:

@@ -31,7 +31,7 @@ WORKERS, MEMBERS_OF_A_WORKER = 2, 4
 PATIENCE, TOLD = 90.0, 40.0
 # A rank finds these in its environment, as a process that is started would.
 _INHERITED = ("BACKEND", "TEMP_DIR", "INIT_METHOD")
-_meshes: dict[int, dr.DeviceMesh] = {}
+_meshes: dict[int, dr.mesh.DeviceMesh] = {}
 # A test runs in processes of its own, without SPMD, while this is set.
 _plain: list[bool] = []
 # These processes are forked from one that has imported torch.
@@ -48,7 +48,7 @@ def open_session() -> None:
     dr.config(num_threads=1)
 
 
-def mesh_of(ranks: int) -> dr.DeviceMesh:
+def mesh_of(ranks: int) -> dr.mesh.DeviceMesh:
     """Return the mesh of so many ranks, whose members are on both workers, and keep it."""
     if ranks not in _meshes:
         on = [0] * (ranks - ranks // 2) + [1] * (ranks // 2)

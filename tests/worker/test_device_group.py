@@ -50,7 +50,7 @@ def channel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(device_group.dist, name, Pretended, raising=False)
     monkeypatch.setattr(DeviceGroup, "_on_device", lambda self: nullcontext())
     monkeypatch.setattr(DeviceGroup, "_queued", lambda self, work: work)
-    membership: Any = dr.Membership(1, 2, torch.device("cuda:1"), "127.0.0.1", 5.0, None)  # type: ignore[arg-type]
+    membership: Any = dr.distributed.Membership(1, 2, torch.device("cuda:1"), "127.0.0.1", 5.0, None)  # type: ignore[arg-type]
     yield request.param(membership)
 
 

@@ -171,10 +171,10 @@ def test_a_key_is_told_to_each_other_worker_once() -> None:
 # -- between workers -------------------------------------------------------------------------------
 
 
-class Waits(dr.DataChannel):
+class Waits(dr.distributed.DataChannel):
     """A channel whose members wait for what the last one says, which dies instead."""
 
-    capabilities = dr.Capabilities(frozenset({"barrier"}))
+    capabilities = dr.distributed.Capabilities(frozenset({"barrier"}))
 
     def __init__(self, membership: Any) -> None:
         super().__init__(membership)
@@ -184,7 +184,7 @@ class Waits(dr.DataChannel):
                 membership.store.wait([f"here-{rank}" for rank in range(self.size)])
                 os.kill(os.getpid(), signal.SIGKILL)
             membership.store.get("what nobody says")
-        except dr.NodeFailed as error:
+        except dr.errors.NodeFailed as error:
             print(f"rank {self.rank} woke: {error}", flush=True)
             raise
 
@@ -197,8 +197,8 @@ class Waits(dr.DataChannel):
 
 def test_a_member_that_dies_while_others_meet_wakes_them(fresh_session: Callable[..., Any]) -> None:
     session = fresh_session(world_size=3)
-    dr.register_data_channel("waits", Waits)
-    with pytest.raises(dr.NodeFailed, match=r"node 2 .*killed by signal 9"):
-        dr.new_group([0, 1, 2], backend="waits")
+    dr.distributed.register_data_channel("waits", Waits)
+    with pytest.raises(dr.errors.NodeFailed, match=r"node 2 .*killed by signal 9"):
+        dr.distributed.new_group([0, 1, 2], backend="waits")
     for worker in session.workers[:2]:
         until(lambda worker=worker: "woke: group " in worker.last_lines(50))  # type: ignore[misc]

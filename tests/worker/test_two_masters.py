@@ -126,7 +126,7 @@ def test_who_exceeds_its_share_harms_only_itself(daemon: ListeningWorker, tmp_pa
         for _ in range(20):
             kept.append(torch.ones(1 << 20, device=REMOTE))  # 4 MiB
             kept[-1].sum().item()
-    assert isinstance(caught.value, (torch.OutOfMemoryError, dr.RemoteError)) and 14 <= len(kept) <= 18
+    assert isinstance(caught.value, (torch.OutOfMemoryError, dr.errors.RemoteError)) and 14 <= len(kept) <= 18
     del kept[-2:]  # room for the result of what follows, also where the last one was refused itself
     assert kept[0].sum().item() == 1 << 20
     del kept, caught

@@ -78,10 +78,10 @@ GROWS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("grow", GROWS.values(), ids=GROWS)
 def test_a_lookup_does_not_lift_the_limit_of_memory(enter: Enter, grow: Callable[[], Any], when: str) -> None:
     if when == "known before":
-        with pytest.raises((torch.OutOfMemoryError, dr.RemoteError), match="may hold"):
+        with pytest.raises((torch.OutOfMemoryError, dr.errors.RemoteError), match="may hold"):
             grow()
     shared = dr.lookup("alice/x")
-    with pytest.raises((torch.OutOfMemoryError, dr.RemoteError), match="may hold"):
+    with pytest.raises((torch.OutOfMemoryError, dr.errors.RemoteError), match="may hold"):
         grow()
     assert shared.tolist() == list(range(12))
     assert torch.ones(1000, device=REMOTE).sum().item() == 1000
@@ -124,7 +124,7 @@ def test_what_is_refused_for_reading_only_does_not_draw(enter: Enter) -> None:
     torch.manual_seed(3)
     wanted = torch.rand(3)
     torch.manual_seed(3)
-    with pytest.raises(dr.UsageError):
+    with pytest.raises(dr.errors.UsageError):
         shared.normal_()
     assert torch.equal(torch.rand(3, device=REMOTE).cpu(), wanted)
     assert shared.tolist() == list(range(12))

@@ -30,7 +30,7 @@ LAG = 300
 
 
 @pytest.fixture
-def workers() -> Iterator[list[list[dr.Place]]]:
+def workers() -> Iterator[list[list[dr.types.Place]]]:
     """Two workers, each with its devices: `workers[node][device]`. Most tests share them."""
     start(2)
     yield [[dr.place(node, k) for k in range(2)] for node in range(2)]
@@ -41,25 +41,25 @@ def workers() -> Iterator[list[list[dr.Place]]]:
 
 
 @pytest.fixture
-def device(workers: list[list[dr.Place]]) -> dr.Place:
+def device(workers: list[list[dr.types.Place]]) -> dr.types.Place:
     """The first device of the first worker."""
     return workers[0][0]
 
 
 @pytest.fixture
-def slow(workers: list[list[dr.Place]]) -> None:
+def slow(workers: list[list[dr.types.Place]]) -> None:
     """Every kernel lags from here on."""
     for node in range(2):
         set_delay(node, LAG)
 
 
 @pytest.fixture
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dr.Place]]:
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dr.types.Place]]:
     """Starts one worker of the test's own, `alone(memory=1 << 20)`, with these knobs of the device."""
     dr.shutdown()
     forget()
 
-    def begin(**knobs: object) -> dr.Place:
+    def begin(**knobs: object) -> dr.types.Place:
         for name, value in knobs.items():
             monkeypatch.setenv(f"SIMULATED_{name.upper()}", str(value))
         dr.init_master_worker(world_size=1, timeout=STARTING, quiet=True)

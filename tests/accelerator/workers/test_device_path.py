@@ -24,7 +24,7 @@ import distruntime as dr
 from agree import REMOTE
 from on_device import counts, set_delay
 
-Workers = list[list[dr.Place]]
+Workers = list[list[dr.types.Place]]
 
 
 def busy(kernels: int = 60) -> Tensor:
@@ -46,11 +46,13 @@ def test_a_stream_is_side_by_side_with_another(workers: Workers, k: int) -> None
 
 
 @pytest.mark.parametrize("implicit", [True, False])
-def test_reads_and_writes_of_two_streams_come_in_order(device: dr.Place, implicit: bool, slow: None) -> None:
+def test_reads_and_writes_of_two_streams_come_in_order(
+    device: dr.types.Place, implicit: bool, slow: None
+) -> None:
     device_streams.reads_and_writes_come_in_order(device, partial(busy, 20), implicit, 1 << 10, rounds=8)
 
 
-def test_without_waits_two_streams_race(device: dr.Place, slow: None) -> None:
+def test_without_waits_two_streams_race(device: dr.types.Place, slow: None) -> None:
     """The device shows a race: otherwise nothing here shows that there is none."""
     dr.set_implicit_waits(False)
     try:
@@ -69,11 +71,11 @@ def test_without_waits_two_streams_race(device: dr.Place, slow: None) -> None:
         dr.set_implicit_waits(True)
 
 
-def test_freed_memory_is_not_used_while_another_stream_reads_it(device: dr.Place, slow: None) -> None:
+def test_freed_memory_is_not_used_while_another_stream_reads_it(device: dr.types.Place, slow: None) -> None:
     device_streams.freed_memory_is_kept_while_it_is_read(device, partial(busy, 20), 1 << 12, rounds=15)
 
 
-def test_a_fetch_sees_the_value_of_its_moment(device: dr.Place, slow: None) -> None:
+def test_a_fetch_sees_the_value_of_its_moment(device: dr.types.Place, slow: None) -> None:
     device_streams.a_fetch_sees_the_value_of_its_moment(device, busy, 1 << 12)
 
 
@@ -87,7 +89,7 @@ def test_elapsed_time_is_that_of_the_device_of_the_events(workers: Workers, k: i
         device_streams.events_time_the_current_stream(partial(busy, 20), least=390)
 
 
-def test_an_event_is_seen_by_who_goes_on_issuing(device: dr.Place) -> None:
+def test_an_event_is_seen_by_who_goes_on_issuing(device: dr.types.Place) -> None:
     """C5: a poll found an event that was only then recorded, behind all that had been issued."""
     set_delay(0, 100)
     event = dr.Event()
@@ -111,7 +113,7 @@ SIZES = [1, 5, 1000, 1 << 14, (1 << 14) + 1, (1 << 18) - 1, 1 << 20, (1 << 22) +
 
 
 @pytest.mark.parametrize("count", SIZES)
-def test_a_tensor_goes_there_and_comes_back(device: dr.Place, count: int) -> None:
+def test_a_tensor_goes_there_and_comes_back(device: dr.types.Place, count: int) -> None:
     local = torch.randn(count)
     expected = local.clone()
     x = local.to(REMOTE)
@@ -120,7 +122,7 @@ def test_a_tensor_goes_there_and_comes_back(device: dr.Place, count: int) -> Non
     assert torch.equal((x * 2).cpu(), expected * 2)
 
 
-def test_uploads_in_a_row_stay_apart(device: dr.Place, slow: None) -> None:
+def test_uploads_in_a_row_stay_apart(device: dr.types.Place, slow: None) -> None:
     """A buffer of the host is filled again only when the device has read it."""
     local, there = torch.empty(20_000), []
     for k in range(60):
@@ -128,7 +130,7 @@ def test_uploads_in_a_row_stay_apart(device: dr.Place, slow: None) -> None:
     assert [float(x.max()) for x in there] == [float(x.min()) for x in there] == list(range(60))
 
 
-def test_downloads_in_a_row_stay_apart(device: dr.Place, slow: None) -> None:
+def test_downloads_in_a_row_stay_apart(device: dr.types.Place, slow: None) -> None:
     futures = []
     for k in range(40):
         x = torch.full((5000,), float(k), device=REMOTE)
@@ -138,7 +140,7 @@ def test_downloads_in_a_row_stay_apart(device: dr.Place, slow: None) -> None:
     assert [x.unique().tolist() for x in found] == [[float(k)] for k in range(40)]
 
 
-def test_a_conjugate_is_read_conjugated(device: dr.Place, slow: None) -> None:
+def test_a_conjugate_is_read_conjugated(device: dr.types.Place, slow: None) -> None:
     """B5: torch conjugates the copy on the host at once, before the device has written it."""
     x = torch.tensor([1 + 2j, 3 - 1j]).to(REMOTE)
     assert x[0].conj().item() == 1 - 2j
@@ -168,7 +170,7 @@ def test_a_copy_between_streams_of_two_devices(
         del junk
 
 
-def test_views_across_streams_outlive_what_they_are_of(device: dr.Place) -> None:
+def test_views_across_streams_outlive_what_they_are_of(device: dr.types.Place) -> None:
     set_delay(0, 100)
     streams = [dr.Stream(device) for _ in range(3)]
     for k in range(30):
@@ -207,7 +209,7 @@ TRIALS = 30
 
 @pytest.mark.parametrize(("forward", "backward", "after"), _WAYS)
 def test_attention_forward_on_one_stream_and_backward_on_another(
-    device: dr.Place, forward: str, backward: str, after: str | None
+    device: dr.types.Place, forward: str, backward: str, after: str | None
 ) -> None:
     """B3: the gradients' memory is the forward's stream's, and another stream copies them."""
     set_delay(0, 100)
@@ -238,7 +240,7 @@ def test_attention_forward_on_one_stream_and_backward_on_another(
     ("forward", "backward", "after"), [("S", "default", "S"), ("default", "S", "default")]
 )
 def test_a_recurrent_layer_forward_on_one_stream_and_backward_on_another(
-    device: dr.Place, forward: str, backward: str, after: str
+    device: dr.types.Place, forward: str, backward: str, after: str
 ) -> None:
     set_delay(0, 50)
     streams = [dr.Stream(device), dr.Stream(device)]
@@ -268,7 +270,7 @@ def test_a_recurrent_layer_forward_on_one_stream_and_backward_on_another(
 def test_a_group_of_two_devices_of_one_worker_with_a_stream_each(workers: Workers, slow: None) -> None:
     """B4: one thread runs the operation for both members, and each on its own device's stream."""
     a, b = workers[0]
-    group = dr.new_group([a, b])
+    group = dr.distributed.new_group([a, b])
     one, two = dr.Stream(a), dr.Stream(b)
     for k in range(10):
         with dr.stream(one):
@@ -276,7 +278,7 @@ def test_a_group_of_two_devices_of_one_worker_with_a_stream_each(workers: Worker
         with dr.stream(two):
             y = busy(60) * 0 + 1000
         with dr.stream(two), dr.stream(one):
-            dr.all_reduce([x, y], group=group)
+            dr.distributed.all_reduce([x, y], group=group)
         with dr.stream(two):
             v = y * 1
         with dr.stream(one):
@@ -287,13 +289,13 @@ def test_a_group_of_two_devices_of_one_worker_with_a_stream_each(workers: Worker
 
 def test_a_group_of_four_devices_of_two_workers(workers: Workers, slow: None) -> None:
     places = [place for row in workers for place in row]
-    group = dr.new_group(places)
+    group = dr.distributed.new_group(places)
     for k in range(5):
         values = []
         for rank, place in enumerate(places):
             with dr.on(place):
                 values.append(busy(10 * rank) * 0 + 10**rank + k)
-        dr.all_reduce(values, group=group)
+        dr.distributed.all_reduce(values, group=group)
         assert [v.tolist() for v in values] == [[1111.0 + 4 * k] * 4] * 4
     group.close()
 
@@ -322,7 +324,7 @@ def test_random_numbers_follow_the_seed_on_every_device(workers: Workers) -> Non
         assert not torch.equal(draws[0], torch.randn(100, device=place).cpu())
 
 
-def test_a_seed_gives_what_the_device_itself_draws(device: dr.Place) -> None:
+def test_a_seed_gives_what_the_device_itself_draws(device: dr.types.Place) -> None:
     """Beside it: a process that uses the device without distruntime."""
     code = (
         "import torch; torch.manual_seed(7); x = torch.randn(5, device='simulated'); "
@@ -355,7 +357,7 @@ def test_a_random_state_travels(workers: Workers) -> None:
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_a_checkpoint_has_the_values_of_its_moment(
-    device: dr.Place, tmp_path: Path, async_op: bool, slow: None
+    device: dr.types.Place, tmp_path: Path, async_op: bool, slow: None
 ) -> None:
     side = dr.Stream(device)
     with dr.stream(side):
@@ -388,7 +390,7 @@ def test_weights_of_a_file_come_to_a_device_that_safetensors_has_no_name_for(
 # -- memory -----------------------------------------------------------------------------------------
 
 
-def test_no_memory_is_out_of_memory_error_and_names_the_holders(device: dr.Place) -> None:
+def test_no_memory_is_out_of_memory_error_and_names_the_holders(device: dr.types.Place) -> None:
     gc.collect()
     kept = torch.ones(1 << 20, device=REMOTE)
     huge = torch.empty(1 << 30, device=REMOTE)
@@ -404,7 +406,7 @@ def test_no_memory_is_out_of_memory_error_and_names_the_holders(device: dr.Place
     assert fits.sum().item() == 1 << 22
 
 
-def test_a_backward_that_runs_out_of_memory_can_be_tried_again(device: dr.Place) -> None:
+def test_a_backward_that_runs_out_of_memory_can_be_tried_again(device: dr.types.Place) -> None:
     gc.collect()
     # The forward takes 168 of 256 MiB, and the backward two pieces of 56 at once.
     x = torch.ones(14 << 20, device=REMOTE, requires_grad=True)
@@ -423,7 +425,7 @@ def test_a_backward_that_runs_out_of_memory_can_be_tried_again(device: dr.Place)
     assert abs(x.grad.sum().item() / (1 << 20) - 2.71828) < 1e-3
 
 
-def test_memory_shows_what_the_allocator_holds(device: dr.Place) -> None:
+def test_memory_shows_what_the_allocator_holds(device: dr.types.Place) -> None:
     gc.collect()
     dr.synchronize()
     before = next(d for d in dr.memory().devices if d.place == device)
@@ -440,7 +442,7 @@ def test_memory_shows_what_the_allocator_holds(device: dr.Place) -> None:
 # -- many reads -------------------------------------------------------------------------------------
 
 
-def test_a_fetch_of_many_values_starts_few_threads(device: dr.Place) -> None:
+def test_a_fetch_of_many_values_starts_few_threads(device: dr.types.Place) -> None:
     """C4: a thread for each value of 1,500."""
     state = {f"w{k}": torch.full((64,), float(k), device=REMOTE) for k in range(1500)}
     dr.synchronize()
@@ -465,7 +467,7 @@ def test_a_fetch_of_many_values_starts_few_threads(device: dr.Place) -> None:
 # -- what waits -------------------------------------------------------------------------------------
 
 
-def test_reading_one_number_waits_once(device: dr.Place) -> None:
+def test_reading_one_number_waits_once(device: dr.types.Place) -> None:
     set_delay(0, 5000)
     x = torch.ones(3, device=REMOTE)
     y = x + 1
@@ -490,7 +492,7 @@ def test_a_read_of_one_device_does_not_wait_for_another(workers: Workers, as_tex
     assert y.tolist() == [201] * 4
 
 
-def test_nothing_that_is_issued_waits(device: dr.Place) -> None:
+def test_nothing_that_is_issued_waits(device: dr.types.Place) -> None:
     local = torch.randn(64, 64)
     before = counts()
     x = local.to(REMOTE)

@@ -15,7 +15,7 @@ BUILT = os.environ.get("DISTRUNTIME_SIMULATED", "")
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dr.Place]]:
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dr.types.Place]]:
     """The first accelerator of nodes 0 and 1, and the CPU of node 2, which has nothing else."""
     dr.shutdown()
     without = os.pathsep.join(path for path in os.environ["PYTHONPATH"].split(os.pathsep) if path != BUILT)
@@ -36,7 +36,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dr.Place]]:
         worker.stop()
 
 
-def test_each_node_says_what_it_has(mixed: list[dr.Place]) -> None:
+def test_each_node_says_what_it_has(mixed: list[dr.types.Place]) -> None:
     assert [[device.name for device in node.devices] for node in dr.nodes()] == [
         ["cpu", "simulated:0", "simulated:1"],
         ["cpu", "cuda:0"],
@@ -44,14 +44,14 @@ def test_each_node_says_what_it_has(mixed: list[dr.Place]) -> None:
     ]
 
 
-def test_accelerator_is_whatever_the_node_has(mixed: list[dr.Place]) -> None:
+def test_accelerator_is_whatever_the_node_has(mixed: list[dr.types.Place]) -> None:
     for node in (0, 1):
         with dr.on(node, "accelerator"):
             assert torch.ones(2, device="remote").place == mixed[node]
         assert torch.ones(2, device=dr.place(node, 0)).place == mixed[node]
 
 
-def test_copies_between_kinds(mixed: list[dr.Place]) -> None:
+def test_copies_between_kinds(mixed: list[dr.types.Place]) -> None:
     """They go through the memory of the hosts. So do copies within one node, from its device to its CPU."""
     x = torch.arange(70_000.0)
     for here in mixed:
@@ -61,26 +61,28 @@ def test_copies_between_kinds(mixed: list[dr.Place]) -> None:
             assert got.place == there and got.cpu().equal((x + 1) * 2), (here, there)
 
 
-def test_a_sum_over_kinds(mixed: list[dr.Place]) -> None:
-    group = dr.new_group(mixed)
+def test_a_sum_over_kinds(mixed: list[dr.types.Place]) -> None:
+    group = dr.distributed.new_group(mixed)
     parts = [torch.full((5,), float(k + 1), device=place) for k, place in enumerate(mixed)]
-    dr.all_reduce(parts, group=group)
+    dr.distributed.all_reduce(parts, group=group)
     assert [part.tolist() for part in parts] == [[6.0] * 5] * 3
 
 
-def test_a_device_of_another_kind_names_what_the_node_has(mixed: list[dr.Place]) -> None:
+def test_a_device_of_another_kind_names_what_the_node_has(mixed: list[dr.types.Place]) -> None:
     for node, asked, has in (
         (0, "cuda:0", "cpu, simulated:0, simulated:1"),
         (1, "simulated:0", "cpu, cuda:0"),
         (2, "cuda:0", "cpu"),
     ):
-        with pytest.raises(dr.PlacementError, match=f"node {node} .*has no device '{asked}': it has {has}"):
+        with pytest.raises(
+            dr.errors.PlacementError, match=f"node {node} .*has no device '{asked}': it has {has}"
+        ):
             dr.place(node, asked)
-    with pytest.raises(dr.PlacementError, match=r"node 2 .*has no device 'accelerator': it has cpu"):
+    with pytest.raises(dr.errors.PlacementError, match=r"node 2 .*has no device 'accelerator': it has cpu"):
         dr.place(2, "accelerator")
 
 
-def test_a_model_in_two_kinds_of_devices(mixed: list[dr.Place]) -> None:
+def test_a_model_in_two_kinds_of_devices(mixed: list[dr.types.Place]) -> None:
     """A pipeline of two stages trains as it does here."""
     torch.manual_seed(0)
     here = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))

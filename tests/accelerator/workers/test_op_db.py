@@ -62,7 +62,7 @@ def _again() -> None:
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_entries(device: dr.Place, chunk: int) -> None:
+def test_entries(device: dr.types.Place, chunk: int) -> None:
     set_delay(0, DELAY_US)
     wrong = {}
     for op in entries(torch.float32)[chunk::CHUNKS][::EVERY]:

@@ -23,7 +23,9 @@ DELAY_US = 30
 # A keeper gives memory that it holds, and the worker tells where it has copied that. The values are right.
 @pytest.mark.filterwarnings("ignore:.* returned a tensor in memory that somebody else holds:UserWarning")
 @pytest.mark.timeout(120 + 10 * PROGRAMS)
-def test_random_programs_read_what_they_read_here(workers: list[list[dr.Place]], tmp_path: Path) -> None:
+def test_random_programs_read_what_they_read_here(
+    workers: list[list[dr.types.Place]], tmp_path: Path
+) -> None:
     # Failures are part of programs.
     logging.getLogger("distruntime").setLevel(logging.ERROR)
     try:

@@ -84,7 +84,7 @@ def drawn() -> Tensor:
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("k", [0, 1])
 def test_losses_are_those_of_the_same_training_here(
-    workers: list[list[dr.Place]], k: int, autocast: bool, slow: None
+    workers: list[list[dr.types.Place]], k: int, autocast: bool, slow: None
 ) -> None:
     here, place = gpt2(2), workers[0][k]
     local, remote = (
@@ -100,7 +100,7 @@ def test_losses_are_those_of_the_same_training_here(
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_a_step_waits_for_nothing(
-    alone: Callable[..., dr.Place], autocast: bool, capsys: pytest.CaptureFixture[str]
+    alone: Callable[..., dr.types.Place], autocast: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The worker stands still, and the step is issued all the same; then its device is asked what waited."""
     # A new session has one stream a device, as most programs have.

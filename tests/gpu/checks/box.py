@@ -66,7 +66,7 @@ class Box:
             raise Failed(text)
 
     @contextmanager
-    def session(self, world_size: int = 1, **options: Any) -> Iterator[list[dr.Place]]:
+    def session(self, world_size: int = 1, **options: Any) -> Iterator[list[dr.types.Place]]:
         """Open a session with workers that are started here; give the accelerators of node 0."""
         options = {"timeout": STARTING, "quiet": True, "simulate_cuda": self.simulate_cuda, **options}
         opened = dr.init_master_worker(world_size=world_size, **options)
@@ -77,7 +77,7 @@ class Box:
             if dr.is_initialized():
                 opened.shutdown(raise_unread=False)
 
-    def accelerators(self, node: int) -> list[dr.Place]:
+    def accelerators(self, node: int) -> list[dr.types.Place]:
         """Return the places of a node that are no CPU."""
         info = dr.nodes()[node]
         # "accelerator:1" is spelled alike for every kind of device.
@@ -148,7 +148,7 @@ def seconds_of(act: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def busy(place: dr.Place | str, milliseconds: float, quick: bool) -> torch.Tensor:
+def busy(place: dr.types.Place | str, milliseconds: float, quick: bool) -> torch.Tensor:
     """Keep the current stream of a place busy for about so many milliseconds, or a little where `quick`."""
     # A product of 2048 x 2048 in float32 takes 0.3 to 1 ms on a GPU of these years.
     size, products = (64, 30) if quick else (2048, max(1, round(milliseconds / 0.4)))

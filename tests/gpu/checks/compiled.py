@@ -43,7 +43,7 @@ class _Block(nn.Module):
         return x + self.narrow(F.gelu(self.wide(self.second(x))))
 
 
-def _trained(box: Box, way: str, options: dict[str, str] | None, place: dr.Place) -> list[torch.Tensor]:
+def _trained(box: Box, way: str, options: dict[str, str] | None, place: dr.types.Place) -> list[torch.Tensor]:
     """Train a model for some steps; return its losses, with a draw behind each step."""
     torch.manual_seed(0)
     torch.compiler.reset()
@@ -72,10 +72,14 @@ def _trained(box: Box, way: str, options: dict[str, str] | None, place: dr.Place
     if way == "inductor":
         # The next steps are not to be measured beside a compiler.
         until(
-            lambda: not any(one.compiled == "compiling" for one in dr.compiled_graphs()), 90, "it is compiled"
+            lambda: not any(one.compiled == "compiling" for one in dr.profiler.compiled_graphs()),
+            90,
+            "it is compiled",
         )
     if way != "op by op":
-        box.saw(f"{way}: {', '.join(f'{one.name}: {one.compiled or way}' for one in dr.compiled_graphs())}")
+        box.saw(
+            f"{way}: {', '.join(f'{one.name}: {one.compiled or way}' for one in dr.profiler.compiled_graphs())}"
+        )
     began = time.perf_counter()
     for _ in range(STEPS):
         step()

@@ -132,7 +132,7 @@ def random_programs(box: Box) -> None:
         dr.set_implicit_waits(False)
         try:
             raced = 20 - programs.run(0, 20, draws=False, delay=1 if box.quick else 16)
-        except dr.InternalError as error:
+        except dr.errors.InternalError as error:
             # A value that is not there yet is a race too, and an error that a user should not see.
             raced = 1
             box.saw(f"without the implicit waits a read raised {first_line(str(error))}")

@@ -57,7 +57,7 @@ def one_card(box: Box) -> None:
         back = x.to(node=1).to(places[0])  # type: ignore[call-overload]
         box.require(back.cpu().tolist() == [0, 1, 2, 3], "a copy there and back arrived changed")
         sums = [torch.ones(5, device=places[0]), torch.full((5,), 2.0, device=other)]
-        dr.all_reduce(sums, group=dr.new_group([places[0], other]))
+        dr.distributed.all_reduce(sums, group=dr.distributed.new_group([places[0], other]))
         box.require([t.cpu().tolist() for t in sums] == [[3.0] * 5] * 2, "all_reduce gave a wrong sum")
         box.saw("copies and a sum between both workers are right")
         model = torch.nn.Linear(512, 512).to(places[0])
@@ -101,14 +101,14 @@ def nccl(box: Box) -> None:
     box.saw(f"check_data_channel('nccl', sizes=(2,)) passed in {time.monotonic() - began:.0f} s")
     with box.session(world_size=2, data_channel="nccl") as places:
         ends = [places[0], box.accelerators(1)[0]]
-        group = dr.new_group(ends)
+        group = dr.distributed.new_group(ends)
         good = [torch.ones(4, device=place) for place in ends]
-        dr.all_reduce(good, group=group)
+        dr.distributed.all_reduce(good, group=group)
         box.require([t.tolist() for t in good] == [[2.0] * 4] * 2, "all_reduce gave a wrong sum")
         healthy = torch.ones(4, device=ends[0])
         # It runs out of memory, and so its value is poisoned.
         poisoned = torch.ones(1 << 50, device=ends[1])[:4]
-        dr.all_reduce([healthy, poisoned], group=group)
+        dr.distributed.all_reduce([healthy, poisoned], group=group)
         errors = [first_line(raised(lambda value=value: value.tolist())) for value in (healthy, poisoned)]
         healthy_read, poisoned_read = (error or "A VALUE" for error in errors)
         box.saw(f"a poisoned member: the healthy one reads {healthy_read}; itself {poisoned_read}")
@@ -118,12 +118,12 @@ def nccl(box: Box) -> None:
     with box.session(world_size=2, data_channel="nccl") as places:
         ends, pids = [places[0], box.accelerators(1)[0]], [node.pid for node in dr.nodes()]
         values = [torch.ones(1 << 20, device=place) for place in ends]
-        dr.all_reduce(values, group=(group := dr.new_group(ends)))
+        dr.distributed.all_reduce(values, group=(group := dr.distributed.new_group(ends)))
         dr.synchronize()
         # The other member is in the middle of the sum when this one dies.
         os.kill(pids[1], signal.SIGSTOP)
         try:
-            dr.all_reduce(values, group=group)
+            dr.distributed.all_reduce(values, group=group)
         finally:
             os.kill(pids[1], signal.SIGKILL)
         began = time.monotonic()
@@ -197,7 +197,7 @@ def two_cards(box: Box) -> None:
 
 def _sums(
     box: Box,
-    places: tuple[dr.Place, dr.Place],
+    places: tuple[dr.types.Place, dr.types.Place],
     streams: tuple[dr.Stream, dr.Stream],
     trials: int,
     wrong: dict[str, str],
@@ -205,7 +205,7 @@ def _sums(
     """Sum over a group of both GPUs, each on a stream of its own."""
     for backend in ("gloo", *(["nccl"] * (box.cuda and torch.distributed.is_nccl_available()))):
         try:
-            group = dr.new_group(list(places), backend=backend)
+            group = dr.distributed.new_group(list(places), backend=backend)
         except dr.DistruntimeError as error:
             box.saw(f"a group with {backend}: {first_line(str(error))}")
             continue
@@ -216,7 +216,7 @@ def _sums(
             with dr.stream(streams[1]):
                 y = busy(places[1], 8, box.quick)[0, :4] * 0 + 1000
             with dr.stream(streams[1]), dr.stream(streams[0]):
-                dr.all_reduce([x, y], group=group)
+                dr.distributed.all_reduce([x, y], group=group)
             for rank, value in enumerate((x, y)):
                 with dr.stream(streams[rank]):
                     after = value * 1
@@ -227,7 +227,7 @@ def _sums(
         group.close()
 
 
-def _meshes(box: Box, places: list[dr.Place], wrong: dict[str, str]) -> None:
+def _meshes(box: Box, places: list[dr.types.Place], wrong: dict[str, str]) -> None:
     """Train on a mesh of both GPUs: data parallelism, tensor parallelism, FSDP2."""
     has: Callable[[str], Any] = importlib.util.find_spec
     kinds = {"data": "sklearn", "tp": "transformers", "fsdp": "transformers"}
@@ -248,12 +248,12 @@ def _meshes(box: Box, places: list[dr.Place], wrong: dict[str, str]) -> None:
             wrong[f"mesh, {name}"] = f"losses differ by {apart:.1e}"
 
 
-def _data_parallel(mesh: dr.DeviceMesh) -> tuple[list[float], list[float]]:
+def _data_parallel(mesh: dr.mesh.DeviceMesh) -> tuple[list[float], list[float]]:
     example = _example("09_mesh")
     return example.parallel(mesh)[0], example.serial()[0]
 
 
-def _tensor_parallel(mesh: dr.DeviceMesh) -> tuple[list[float], list[float]]:
+def _tensor_parallel(mesh: dr.mesh.DeviceMesh) -> tuple[list[float], list[float]]:
     from torch.distributed.tensor.parallel import parallelize_module
 
     example = _example("10_tensor_parallel")
@@ -263,7 +263,7 @@ def _tensor_parallel(mesh: dr.DeviceMesh) -> tuple[list[float], list[float]]:
     return losses, [loss.item() for loss in example.train(example.llama(), "cpu")]
 
 
-def _fsdp(mesh: dr.DeviceMesh) -> tuple[list[float], list[float]]:
+def _fsdp(mesh: dr.mesh.DeviceMesh) -> tuple[list[float], list[float]]:
     from torch.distributed.fsdp import fully_shard
 
     example = _example("11_fsdp")

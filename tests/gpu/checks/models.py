@@ -137,7 +137,7 @@ def training(box: Box) -> None:
     failure=(
         "at 16 x 1024 tokens a step takes more than 1.1 times the local one. Where the master's own time is "
         "as long as the step, the GPU waits for the master; where it is shorter, something waits for the "
-        "GPU: `dr.stalls()` names the lines, and `dr.nodes()` says what the worker does."
+        "GPU: `dr.profiler.stalls()` names the lines, and `dr.nodes()` says what the worker does."
     ),
     seconds=100,
     needs=("transformers",),
@@ -151,10 +151,10 @@ def who_waits(box: Box) -> None:
             "the times", "need CUDA in this process: these are of a tiny model, to see that it runs"
         )
     with box.session():
-        dr.stalls(reset=True)
+        dr.profiler.stalls(reset=True)
         for figure in gpu.training(size):
             box.saw(f"{figure.name}: {figure.value:.2f} x, {figure.note}")
-        box.saw(str(dr.stalls())[:1200] or "no line has waited for the worker")
+        box.saw(str(dr.profiler.stalls())[:1200] or "no line has waited for the worker")
     box.require(
         not box.cuda or figure.value < 1.1, f"{figure.name}: {figure.value:.2f} x, expected at most 1.1"
     )

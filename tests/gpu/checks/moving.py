@@ -41,7 +41,7 @@ def resident(pid: int) -> int:
     )
 
 
-def _largest(box: Box, place: dr.Place) -> int:
+def _largest(box: Box, place: dr.types.Place) -> int:
     """Return the size of the largest copy that fits: 8 GiB, or less where memory is short."""
     if box.quick:
         return 64 * MIB

@@ -17,7 +17,7 @@ from listing import check
 WAYS = ("eager", "a program", "cudagraphs")
 
 
-def _made(way: str, place: dr.Place, width: int) -> tuple[nn.Module, Any]:
+def _made(way: str, place: dr.types.Place, width: int) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.2), nn.Linear(width, 10))
     model = model.to(place)

@@ -1,4 +1,4 @@
-"""What `dr.ship` has brought to this worker, and how the processes of its members import it."""
+"""What `dr.workers.ship` has brought to this worker, and how the processes of its members import it."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import Any
 
 from sphinx.application import Sphinx
@@ -12,17 +13,8 @@ from sphinx.util import logging
 import distruntime
 
 # The modules that users import. Each has a page in docs/reference.
-PUBLIC_MODULES = [
-    "distruntime",
-    "distruntime.functional",
-    "distruntime.lines",
-    "distruntime.nn",
-    "distruntime.nvtx",
-    "distruntime.primitives",
-    "distruntime.testing",
-]
-# Python finds this module only after the package has been asked for it: meshes take long to import.
-_ = distruntime.lines
+PARTS = [name for name in distruntime.__all__ if isinstance(getattr(distruntime, name), ModuleType)]
+PUBLIC_MODULES = ["distruntime", *(f"distruntime.{part}" for part in PARTS)]
 
 project = "distruntime"
 release = distruntime.__version__
@@ -69,6 +61,7 @@ CONTENTS = """
 :caption: Guide
 :glob:
 docs/tutorial
+docs/names
 docs/porting
 docs/ecosystem
 docs/notebooks

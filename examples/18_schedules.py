@@ -10,8 +10,8 @@
     loss 1.0384 -> 1.0109, serial 1.0384 -> 1.0109
     largest difference: losses 1.2e-07, parameters 1.5e-08
 
-`dr.parallel.split` cuts the model, and `dr.parallel.pipeline` has torch's own schedules drive its stages from this process.
-Each worker runs its passes in the order that is shown: 2B1 is stage 2, backward, micro-batch 1.
+`dr.parallel.split` cuts the model, and `dr.parallel.pipeline` has torch's own schedules drive its stages from
+this process. Each worker runs its passes in the order that is shown: 2B1 is stage 2, backward, micro-batch 1.
 """
 
 import torch

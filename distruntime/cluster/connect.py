@@ -100,7 +100,8 @@ def init_master_worker(
             hours.
         restart_workers: start a worker of this machine again when it dies; its tensors are lost, its node
             number is not.
-        launcher: who starts the workers: see `dr.workers.Launcher`; the default starts processes of this machine.
+        launcher: who starts the workers: see `dr.workers.Launcher`; the default starts processes of this
+            machine.
         simulate_cuda: the number of GPUs that each started worker simulates with CPU tensors.
         data_channel: how tensors move between workers: "gloo", "nccl", "xccl", "tcp", "tcp+tls", "mpi", a
             registered name, or one for each type of device, as {"cuda": "nccl", "cpu": "gloo"}. "auto" takes

@@ -1,5 +1,5 @@
-"""`dr.profiler.stacks`: where the threads of a worker are. And where this program is, which workers ask while somebody
-looks at them.
+"""`dr.profiler.stacks`: where the threads of a worker are. And where this program is, which workers ask while
+somebody looks at them.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ The backward of each is its adjoint::
     all_reduce       all_reduce                 all_gather         reduce_scatter
     scatter          gather                     all_to_all         all_to_all, the other way
 
-`group` is what `dr.distributed.new_group` returned. Without one, the group has the tensors' places, in their order.
-All functions return at once. The first call for some places blocks until their workers are connected.
+`group` is what `dr.distributed.new_group` returned. Without one, the group has the tensors' places, in their
+order. All functions return at once. The first call for some places blocks until their workers are connected.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ class Work:
         self._when_begun: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
-        return f"<distruntime.distributed.Work of {self._text}{'' if self._events is not None else ', not begun'}>"
+        state = "" if self._events is not None else ", not begun"
+        return f"<distruntime.distributed.Work of {self._text}{state}>"
 
     def _events_begun(self) -> Mapping[Place, Event]:
         if self._events is None:

@@ -113,7 +113,8 @@ def partition(value: object, name: str = "P") -> Partition:
     """Return `value`; raise `UsageError` if it is no partition."""
     if not isinstance(value, Partition):
         raise UsageError(
-            f"{name}, the first argument of a layer, is a distruntime.mesh.Partition, got {type(value).__name__}"
+            f"{name}, the first argument of a layer, is a distruntime.mesh.Partition, "
+            f"got {type(value).__name__}"
         )
     return value
 

@@ -31,7 +31,8 @@ def all_reduce(lines: Lines, x: torch.Tensor, op: Op | str = "SUM") -> torch.Ten
     """Return the reduction of each line's tensors, at each of its members. Return at once.
 
     Args:
-        op: a `dr.distributed.ReduceOp`, or its name: "sum", "avg", "product", "min", "max", "band", "bor" or "bxor".
+        op: a `dr.distributed.ReduceOp`, or its name: "sum", "avg", "product", "min", "max", "band", "bor" or
+            "bxor".
 
     The result has the shape of `x`.
     """

@@ -93,8 +93,8 @@ def _refuse_shares(module: ModuleType) -> None:
             raise NotSupportedError(
                 "ZeroRedundancyOptimizer would update the parameters of rank 0 and leave out those of all "
                 "other ranks: this process has no rank, since it speaks for all members. "
-                f"dr.parallel.ShardedOptimizer(model.parameters(), {name}, mesh) keeps a share of the state at each "
-                f"member. Without shares, use the optimizer itself: {name}(model.parameters())"
+                f"dr.parallel.ShardedOptimizer(model.parameters(), {name}, mesh) keeps a share of the state "
+                f"at each member. Without shares, use the optimizer itself: {name}(model.parameters())"
             )
         init(self, params, optimizer_class, process_group, *args, **kwargs)
 
@@ -175,7 +175,8 @@ def _monitored(monitored_barrier: Callable[..., Any]) -> Callable[..., Any]:
         if mesh_group(group) is not None:
             raise NotSupportedError(
                 "monitored_barrier asks each rank, and this process has no rank, since it speaks for all "
-                "members. dr.distributed.barrier(dr.distributed.new_group(mesh.places), timeout=30) names who is late, and with what"
+                "members. dr.distributed.barrier(dr.distributed.new_group(mesh.places), timeout=30) names "
+                "who is late, and with what"
             )
         return monitored_barrier(group, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""`dr.parallel.Experts`: each member of a mesh holds some experts of a mixture, and takes all tokens for them."""
+"""`dr.parallel.Experts`: each member of a mesh holds some experts, and takes all tokens for them."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ class Experts(nn.Module):
                 )
         if weights.shape != chosen.shape or x.shape[:-1] != chosen.shape[:-1]:
             raise UsageError(
-                "dr.parallel.Experts takes tokens (..., features), and weights and chosen experts (..., k), got "
-                f"{tuple(x.shape)}, {tuple(weights.shape)} and {tuple(chosen.shape)}"
+                "dr.parallel.Experts takes tokens (..., features), and weights and chosen experts (..., k), "
+                f"got {tuple(x.shape)}, {tuple(weights.shape)} and {tuple(chosen.shape)}"
             )
         if chosen.dtype.is_floating_point or chosen.dtype == torch.bool:
             raise UsageError(f"the chosen experts are whole numbers, as topk gives them, got {chosen.dtype}")

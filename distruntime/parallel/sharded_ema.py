@@ -1,4 +1,4 @@
-"""`dr.parallel.ShardedEMA`: the moving average of a model's parameters, of which each member keeps its share."""
+"""`dr.parallel.ShardedEMA`: the moving average of a model's parameters. Each member keeps its share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dr.parallel.ShardedOptimizer`: each member of a mesh keeps the state of its share of the parameters (ZeRO-1 and 2).
+"""`dr.parallel.ShardedOptimizer`: each member of a mesh keeps the state of its share (ZeRO-1 and 2).
 
 The idea is that of Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
 Models", 2020: optimizers work number by number, so a member can update its share alone, and all gather the
@@ -67,8 +67,8 @@ class ShardedOptimizer(optim.Optimizer):
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, optim.Optimizer)):
             raise UsageError(
                 "ShardedOptimizer makes the optimizer of the shares, so it takes its class and the "
-                "arguments, dr.parallel.ShardedOptimizer(model.parameters(), torch.optim.AdamW, mesh, lr=1e-3); got "
-                f"{optimizer_class!r:.60}"
+                "arguments, dr.parallel.ShardedOptimizer(model.parameters(), torch.optim.AdamW, mesh, "
+                f"lr=1e-3); got {optimizer_class!r:.60}"
             )
         if issubclass(optimizer_class, _WHOLE):
             raise NotSupportedError(

@@ -123,7 +123,8 @@ class DataLoader:
             self._told.add(changed)
             warn(
                 f"`{changed}` has changed since this data loader was made, and its worker goes on with what "
-                "it was then: make another loader, dr.data.data_loader(...), whose load_state_dict goes on here"
+                "it was then: make another loader, dr.data.data_loader(...), whose load_state_dict goes on "
+                "here"
             )
         drop(self._asked)
         self._asked = deque()

@@ -54,8 +54,8 @@ class Loader:
         if not isinstance(given, IterableDataset) and not hasattr(given, "__getitem__"):
             if not hasattr(given, "__iter__"):
                 raise UsageError(
-                    f"dr.data.data_loader got {type(given).__name__}: expected a dataset of torch, anything with "
-                    "items and a length, or a function that returns one"
+                    f"dr.data.data_loader got {type(given).__name__}: expected a dataset of torch, anything "
+                    "with items and a length, or a function that returns one"
                 )
             given = _Iterating(given)
         self._from: _From | None = None
@@ -63,7 +63,8 @@ class Loader:
             if share is not None:
                 raise NotSupportedError(
                     "an IterableDataset has no parts for a mesh's members, as only a dataset with items "
-                    "and a length has: make one loader for each member, dr.data.data_loader(factory, node=place)"
+                    "and a length has: make one loader for each member, dr.data.data_loader(factory, "
+                    "node=place)"
                 )
         else:
             self._sample(given, share, left)

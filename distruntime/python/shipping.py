@@ -1,4 +1,4 @@
-"""`dr.workers.ship` and `dr.workers.compare`: the user's packages on the workers, and what is installed on each node."""
+"""`dr.workers.ship` and `dr.workers.compare`: the user's packages on the workers, and what each node has."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ def _packed(what: str | os.PathLike[str] | ModuleType, only: tuple[str, int] | N
     total = sum(os.path.getsize(path) for _, path in files)
     if total > _MOST:
         raise UsageError(
-            f"{name} has {total >> 20} MB, and dr.workers.ship sends {_MOST >> 20} MB of code at most: send data "
-            "with dr.data.push(folder, node)"
+            f"{name} has {total >> 20} MB, and dr.workers.ship sends {_MOST >> 20} MB of code at most: send "
+            "data with dr.data.push(folder, node)"
         )
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:
@@ -151,8 +151,8 @@ def _files(what: str | os.PathLike[str] | ModuleType) -> tuple[str, list[tuple[s
         return name, _found(name, [(inside + own, file) for own, file in _below(path)])
     if text == "__main__" or not all(part.isidentifier() for part in text.split(".")):
         raise UsageError(
-            f"dr.workers.ship({text!r}): expected the name of a package or a module, a module, or a folder (a path "
-            "with a slash). What the script itself defines travels by itself"
+            f"dr.workers.ship({text!r}): expected the name of a package or a module, a module, or a folder "
+            "(a path with a slash). What the script itself defines travels by itself"
         )
     name = text.partition(".")[0]
     spec = importlib.util.find_spec(name)
@@ -163,8 +163,8 @@ def _files(what: str | os.PathLike[str] | ModuleType) -> tuple[str, list[tuple[s
             else ""
         )
         raise UsageError(
-            f"dr.workers.ship({text!r}): there is no package {name!r} here that has files; expected what `import "
-            f"{name}` finds.{near}"
+            f"dr.workers.ship({text!r}): there is no package {name!r} here that has files; expected what "
+            f"`import {name}` finds.{near}"
         )
     if spec.submodule_search_locations is None:
         assert spec.origin is not None

@@ -143,8 +143,8 @@ def check_collectives(
     """Try each collective of a group: compare what it gives, then time it. Block for seconds.
 
     Args:
-        group: `dr.distributed.new_group(...)`; None: all nodes of the session. For a line of a mesh, name its members:
-            `dr.distributed.new_group([mesh.places[k] for k in layout.groups("data")[0]])`.
+        group: `dr.distributed.new_group(...)`; None: all nodes of the session. For a line of a mesh, name its
+            members: `dr.distributed.new_group([mesh.places[k] for k in layout.groups("data")[0]])`.
         sizes: in bytes for each member.
         repeat: so many calls are timed together, behind one that is not.
 
@@ -158,8 +158,9 @@ def check_collectives(
     found = dr.distributed.new_group() if group is None else group
     if not isinstance(found, ProcessGroup):
         raise UsageError(
-            f"check_collectives takes a group of dr.distributed.new_group(places), got {type(found).__name__}. For a "
-            "line of a mesh, name its members: dr.distributed.new_group([mesh.places[k] for k in layout.groups(mode)[0]])"
+            f"check_collectives takes a group of dr.distributed.new_group(places), "
+            f"got {type(found).__name__}. For a line of a mesh, name its members: "
+            "dr.distributed.new_group([mesh.places[k] for k in layout.groups(mode)[0]])"
         )
     members = found.size()
     if members < 2:

@@ -30,8 +30,8 @@ def check_launcher(
         insecure: as `init_master_worker` takes it.
 
     Raises:
-        AssertionError: something is not as `dr.workers.Launcher` and `dr.workers.WorkerProcess` say; the text names it.
-            UsageError: there is a session.
+        AssertionError: something is not as `dr.workers.Launcher` and `dr.workers.WorkerProcess` say; the text
+            names it. UsageError: there is a session.
     """
     if dr.is_initialized():
         raise dr.errors.UsageError(

@@ -61,8 +61,9 @@ def memory_snapshot(
     The file is for https://pytorch.org/memory_viz and for `torch.cuda._memory_viz`. A block begins its frames
     with the lines of this program that made the value in it. GPU k of the worker is device k. The CPU comes
     after the last GPU, and simulated GPUs are the CPU. Torch's history of events is there where
-    `dr.profiler.record_memory_history()` has switched it on, on GPUs. For a CPU the events are those of the values
-    that live still, in the order in which this program has made them. Block until the worker has brought it.
+    `dr.profiler.record_memory_history()` has switched it on, on GPUs. For a CPU the events are those of the
+    values that live still, in the order in which this program has made them. Block until the worker
+    has brought it.
 
     Args:
         path: the file to write, as `torch.cuda.memory._dump_snapshot(path)` does; None: none.

@@ -286,12 +286,14 @@ def checked_class(name: str, factory: object) -> Factory:
     """As `checked`, under a name that distruntime itself has given."""
     if not (isinstance(factory, type) and issubclass(factory, DataChannel)):
         raise ConfigurationError(
-            f"the data channel {name!r} must be a subclass of distruntime.distributed.DataChannel, got {factory!r}"
+            f"the data channel {name!r} must be a subclass of distruntime.distributed.DataChannel, "
+            f"got {factory!r}"
         )
     capabilities = getattr(factory, "capabilities", None)
     if not isinstance(capabilities, Capabilities):
         raise ConfigurationError(
-            f"{factory.__qualname__}.capabilities must be distruntime.distributed.Capabilities(...), got {capabilities!r}"
+            f"{factory.__qualname__}.capabilities must be distruntime.distributed.Capabilities(...), "
+            f"got {capabilities!r}"
         )
     unknown = capabilities.operations - {*MOVES, *REDUCES}
     if unknown:

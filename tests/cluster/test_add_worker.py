@@ -1,4 +1,4 @@
-"""`dr.workers.add_worker`: a session that runs gets one node more, which groups, meshes and copies can use."""
+"""`dr.workers.add_worker`: a session that runs gets one node more, which groups, meshes and copies use."""
 
 from __future__ import annotations
 

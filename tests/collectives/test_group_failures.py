@@ -96,7 +96,8 @@ def test_a_member_that_dies_breaks_its_groups_and_nothing_else(fresh_session: An
         works.synchronize(10)
     with pytest.raises(
         dr.errors.NodeFailed,
-        match=r"cannot go on: node 2 .* Make a group of the members that are left: dr.distributed.new_group\(\[0, 1\]\)",
+        match=r"cannot go on: node 2 .* Make a group of the members that are left: "
+        r"dr.distributed.new_group\(\[0, 1\]\)",
     ):
         dr.distributed.all_reduce(each([0, 1, 3]), group=group)
     with pytest.raises(dr.errors.NodeFailed):
@@ -186,7 +187,8 @@ def test_a_member_that_stops_is_late_by_the_groups_timeout(fresh_session: Any) -
     broken(values[1:], "(?i)time|broken")
     with pytest.raises(
         dr.errors.NodeFailed,
-        match=r"cannot go on: node 0 .*Make a group of the members that are left: dr.distributed.new_group\(\[0, 1\]\)",
+        match=r"cannot go on: node 0 .*Make a group of the members that are left: "
+        r"dr.distributed.new_group\(\[0, 1\]\)",
     ):
         dr.distributed.all_reduce(values, group=group)
     values = each([0, 1])

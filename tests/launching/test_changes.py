@@ -1,4 +1,4 @@
-"""`dr.workers.on_nodes`: functions that hear of workers that are lost, and of those that come in their place."""
+"""`dr.workers.on_nodes`: functions that hear of workers that are lost, and of those in their place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dr.parallel.Experts`: tokens go to their experts and back, and gradients are those of the serial mixture."""
+"""`dr.parallel.Experts`: tokens go to experts and back, and gradients are those of the serial mixture."""
 
 from __future__ import annotations
 

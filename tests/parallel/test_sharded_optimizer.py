@@ -1,4 +1,4 @@
-"""`dr.parallel.ShardedOptimizer` and `dr.parallel.ShardedEMA`: equal to what one process does with the whole, from shares."""
+"""`ShardedOptimizer` and `ShardedEMA` of `dr.parallel`: equal to what one process does with the whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dr.profiler.memory_snapshot`: a worker's memory as torch's own viewer reads it, with the lines of this program."""
+"""`dr.profiler.memory_snapshot`: a worker's memory as torch's viewer reads it, with this program's lines."""
 
 from __future__ import annotations
 

@@ -77,9 +77,8 @@ def _trained(box: Box, way: str, options: dict[str, str] | None, place: dr.types
             "it is compiled",
         )
     if way != "op by op":
-        box.saw(
-            f"{way}: {', '.join(f'{one.name}: {one.compiled or way}' for one in dr.profiler.compiled_graphs())}"
-        )
+        graphs = [f"{one.name}: {one.compiled or way}" for one in dr.profiler.compiled_graphs()]
+        box.saw(f"{way}: {', '.join(graphs)}")
     began = time.perf_counter()
     for _ in range(STEPS):
         step()

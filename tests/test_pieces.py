@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from benchmarks.__main__ import BENCHMARKS
+from lane_modules import modules_of
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINES = ROOT / "tests" / "machines" / "conditions.py"
@@ -104,3 +105,17 @@ def test_what_takes_too_long_is_ended_with_what_it_has_started() -> None:
         pieces.end_with_its_own(process.pid)
         # The pipe ends when nobody has it any more.
         assert process.stdout.read() == "" and process.wait() == -signal.SIGKILL
+
+
+def test_every_mutant_has_its_line_and_its_tests() -> None:
+    """A list that is not run for a while loses them to changes of the code, without a word."""
+    with modules_of(ROOT / "tests" / "long") as module:
+        mutants = module("mutants").MUTANTS
+    assert len({one.name for one in mutants}) == len(mutants) >= 60
+    for one in mutants:
+        assert (ROOT / one.file).read_text(encoding="utf-8").count(one.old) == 1, one.name
+        for test in (*one.tests, one.by):
+            file, _, name = test.partition("::")
+            path = ROOT / file
+            assert path.exists(), f"{one.name}: {test}"
+            assert not name or f"def {name.partition('[')[0]}(" in path.read_text(encoding="utf-8"), test

@@ -16,6 +16,9 @@ from agree import REMOTE
 from distruntime.session.session import active_session
 from processes import until
 
+# From Python 3.13 on, the debugger stops at the breakpoint's own line, and not at the one behind it.
+AT_ITSELF = sys.version_info >= (3, 13)
+
 
 class Script:
     """Types lines at prompts; what it was asked is kept."""
@@ -56,7 +59,8 @@ def test_a_prompt_reads_and_changes_the_functions_variables(
     assert dr.fetch(dr.remote(stops)(3, node=1)) == 20
     assert script.asked == ["[node 1] (Pdb) "] * 3
     out = capsys.readouterr().out
-    assert "[node 1] (3, 4)\n" in out and "-> return y * 2" in out and "stops()" in out
+    assert "[node 1] (3, 4)\n" in out and "stops()" in out
+    assert f"-> {'breakpoint()' if AT_ITSELF else 'return y * 2'}\n" in out
 
 
 def test_a_wait_for_anything_opens_it(typed: Callable[..., Script]) -> None:
@@ -75,7 +79,7 @@ def test_a_wait_for_anything_opens_it(typed: Callable[..., Script]) -> None:
 
 def test_who_steps_out_of_a_function_does_not_step_through_the_worker(typed: Callable[..., Script]) -> None:
     for _ in range(5):
-        script = typed("n", "n")
+        script = typed(*["n"] * (3 if AT_ITSELF else 2))
         assert dr.fetch(dr.remote(stops, returns=object)(1, node=1)) == 4
         assert script.lines == []
     # The thread is not traced any more.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +23,7 @@ from ..session.requests import Request
 from ..session.session import Session
 from ..session.timeouts import checked, left_until
 from ..wire.messages import CommitSave, FolderListing, RemoveFiles, SweepSaves
-from ..wire.shield import shield
+from ..wire.shield import RLock, shield
 from .tree import Json
 
 log = logging.getLogger("distruntime")
@@ -293,7 +292,7 @@ class _All:
     """Calls `then` once, when the last of several requests is answered."""
 
     def __init__(self, left: int, then: Callable[[], None]) -> None:
-        self._left, self._then, self._lock = left, then, threading.RLock()
+        self._left, self._then, self._lock = left, then, RLock()
 
     def __call__(self, _: Request[object]) -> None:
         with self._lock:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -17,13 +16,14 @@ from ..session.session import Session, active_session
 from ..wire.deadlines import CONNECT
 from ..wire.keys import choose
 from ..wire.messages import Goodbye
+from ..wire.shield import Lock
 from .connection import Connection
 from .connector import Connector
 
 log = logging.getLogger("distruntime")
 
 # One node comes after the other, as each has the next number.
-_adding = threading.Lock()
+_adding = Lock()
 # The thread that reads the socket drops a node that has not come within so many seconds.
 _WITHDRAWN = 5.0
 

@@ -8,7 +8,6 @@ bytes, never pass through here.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from weakref import WeakValueDictionary
@@ -41,6 +40,7 @@ from ..streams.stream import Stream
 from ..wire.data_channel import Capabilities
 from ..wire.deadlines import GROUP, MEET
 from ..wire.messages import BreakGroup, OpenGroup, Plain
+from ..wire.shield import RLock
 from .data_channels import OF_DEVICES, RELAY, Choice, DataChannels, kind_of, pickled, require_done
 from .mail import Mail
 
@@ -148,7 +148,7 @@ class Groups:
         self.session = session
         self.channels = DataChannels(session, choice)
         self._numbers = count(1).__next__
-        self._opening = threading.RLock()
+        self._opening = RLock()
         self._groups: WeakValueDictionary[int, ProcessGroup] = WeakValueDictionary()
         # Nobody holds these any more. The next look closes them: see `close_dropped`.
         self._dropped: list[ProcessGroup] = []

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass, field
 
 from ..log.handle import Place
 from ..log.line import Line
 from ..streams.stream import Stream
 from ..tensors.tensor import DistributedTensor
+from ..wire.shield import Lock
 from .work import Work
 
 
@@ -47,4 +47,4 @@ class Mail:
     posted: list[PostedReceive] = field(default_factory=list)
     # Operations that nobody waits for run on these streams.
     streams: dict[Place, Stream] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    lock: Lock = field(default_factory=Lock)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
@@ -12,6 +11,7 @@ from types import FunctionType, ModuleType
 import cloudpickle
 
 from ..log.line import of_a_library
+from ..wire.shield import RLock
 
 PACKAGE = "distruntime."
 # Modules of this package that travel with their bodies, so that a worker needs no part of the master's side.
@@ -19,7 +19,7 @@ _SENT = f"{PACKAGE}python.sent_"
 # The modules that were looked at, and whether they travel with their bodies.
 _seen: dict[str, bool] = {}
 # Cloudpickle's registry is one for the process, and so is what is known of its modules. Threads take turns.
-_registering = threading.RLock()
+_registering = RLock()
 # Packages that are on all workers by now, and so travel by their names.
 _shipped: set[str] = set()
 

@@ -16,6 +16,7 @@ from types import CodeType, FrameType
 from typing import ParamSpec, TypeVar
 
 from ..log.line import of_a_library
+from ..wire.shield import RLock
 from .functions import is_traced
 from .instructions import readings
 from .operands import known
@@ -122,7 +123,7 @@ if _MONITORED:
     _monitoring = getattr(sys, "monitoring")  # noqa: B009
     _events = _monitoring.events
     # Python of the user's may run in a collection, wherever this package's does.
-    _lock = threading.RLock()
+    _lock = RLock()
     # What sees the reads of each thread that records, and the ids of the frames that are looked at.
     _reading: dict[int, tuple[Reads, set[int]]] = {}
     # The codes whose instructions Python tells of, by id: another one may be equal.

@@ -21,6 +21,7 @@ from typing import final
 from ..errors import ConfigurationError, ConnectionFailed, DistruntimeError
 from ..session.launcher import Launcher, LaunchSpec, WorkerProcess
 from ..wire.keys import KeyPair
+from ..wire.shield import RLock
 from .ssh_address import SshAddress
 from .ssh_connection import Broken, SshConnection
 from .ssh_probe import best, interpreters, lacking, script
@@ -75,7 +76,7 @@ class SshWorker(WorkerProcess):
         # Other workers come by these.
         self.ways = SshWays(address)
         # It guards what follows.
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._connection: SshConnection | None = None
         self._connections = 0
         # Nothing is begun after this time (of `time.monotonic`), and no connection is made anew once it is

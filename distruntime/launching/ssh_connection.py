@@ -11,7 +11,6 @@ import os
 import select
 import shlex
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,6 +19,7 @@ from typing import final
 
 from ..errors import ConnectionFailed
 from ..wire import scratch
+from ..wire.shield import Lock
 from . import ssh_agent
 from .ssh_address import SshAddress
 from .ssh_failures import explained, no_ssh_here
@@ -70,7 +70,7 @@ class SshConnection:
     def __init__(self, address: SshAddress, control: Path, errors: Path, patience: float) -> None:
         self.address, self._control, self._errors = address, control, errors
         self._buffered = b""
-        self._sending = threading.Lock()
+        self._sending = Lock()
         control.unlink(missing_ok=True)
         settings = [*_SETTINGS, f"ConnectTimeout={max(1, round(patience))}"]
         options = [word for setting in settings for word in ("-o", setting)]

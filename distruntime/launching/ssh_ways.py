@@ -11,6 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import final
 
 from ..errors import ConnectionFailed
+from ..wire.shield import Lock
 from .ssh_address import SshAddress
 from .ssh_connection import Broken, SshConnection
 
@@ -24,7 +25,7 @@ class SshWays:
 
     def __init__(self, address: SshAddress) -> None:
         self._address = address
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._connection: SshConnection | None = None
         self._connected = threading.Event()
         # These are sockets here, each with where it leads to there.

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from threading import RLock
 from typing import NamedTuple, Protocol
 
 from ..errors import NodeFailed
@@ -20,6 +19,7 @@ from ..wire.codec import Buffer, encode
 from ..wire.frames import Part
 from ..wire.link import Delivery
 from ..wire.messages import DROP, FORGET, MeshBody, Plain, Segment
+from ..wire.shield import RLock
 from .checks import Checks, Correct
 from .line import Line, line_text
 from .order import Order

@@ -6,7 +6,6 @@ sends becomes a segment of each worker, between that worker's own.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -18,7 +17,7 @@ from ..wire.codec import encode
 from ..wire.frames import Part
 from ..wire.link import Delivery
 from ..wire.messages import MeshBody, MeshSegment, Message, OpenMesh, Plain, stream_number
-from ..wire.shield import shield
+from ..wire.shield import RLock, shield
 from .handle import Place, Residence
 from .log import Flight, Log, Signatures
 from .moment import HasMoments
@@ -105,7 +104,7 @@ class MeshLog(Log):
         self.place = Place(self.index, "member", members=self.members)
         # These are the members' groups along dimensions, by their rows.
         self.lines: dict[tuple[tuple[int, ...], ...], Rows] = {}
-        self._making, self._lines_numbers = threading.RLock(), count().__next__
+        self._making, self._lines_numbers = RLock(), count().__next__
         # These are torch's groups of such rows: see mesh.py.
         self.torch_groups: dict[tuple[tuple[int, ...], ...], object] = {}
         # The pump saw these at its last look: `base`, how often it was that, and the position after the last

@@ -15,12 +15,11 @@ operation whose second half is not issued yet.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
 from ..errors import DistruntimeError
-from ..wire.shield import shield
+from ..wire.shield import RLock, shield
 
 T = TypeVar("T")
 
@@ -28,7 +27,7 @@ T = TypeVar("T")
 class HasMoments(Protocol):
     """A session, as it is seen from here."""
 
-    lock: threading.RLock
+    lock: RLock
     # It is True while the thread that holds the lock issues such an operation.
     in_moment: bool
 

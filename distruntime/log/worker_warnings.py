@@ -7,9 +7,9 @@ user's filters may raise it, and what shows it is the user's code.
 from __future__ import annotations
 
 import builtins
-import threading
 import warnings
 
+from ..wire.shield import RLock
 from ..wire.units import printable
 from .line import Line, line_number
 
@@ -31,7 +31,7 @@ class WorkerWarnings:
 
     def __init__(self) -> None:
         # A signal's handler may read while this thread holds it.
-        self._lock = threading.RLock()
+        self._lock = RLock()
         # By class, text, file and line, in the order in which they came.
         self._noted: dict[tuple[type[Warning], str, str, int], None] = {}
         # Python notes here what it has shown, for each file by itself.

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import threading
 
+from ..wire.shield import RLock
+
 # So many seconds a call waits for one recording of another thread. Then it runs plainly.
 PATIENCE = 10.0
 
@@ -35,7 +37,7 @@ class Turns:
 
     def __init__(self) -> None:
         # It is held while a call is looked up and replayed. A signal handler may call the program meanwhile.
-        self.lock = threading.RLock()
+        self.lock = RLock()
         # The call that is being recorded. Only who holds the lock sets it.
         self.recorder: Recorder | None = None
 

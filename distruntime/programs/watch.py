@@ -14,8 +14,9 @@ import torch
 
 from ..log.line import of_a_library
 from ..log.tape import recorded
+from ..wire.shield import Lock
 
-_lock = threading.Lock()
+_lock = Lock()
 # So many functions are recorded now, in all threads.
 _count = 0
 _before: list[Callable[[], None]] = []

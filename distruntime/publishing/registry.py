@@ -6,12 +6,12 @@ Each is one object, however often it is published and looked up.
 from __future__ import annotations
 
 import sys
-import threading
 
 from ..log.node import Node
 from ..log.storage import Storage
 from ..session.session import Session
 from ..tensors.tensor import DistributedTensor
+from ..wire.shield import RLock
 
 # It has the daemon's identity, and the number by which that daemon knows the tensor, or the memory.
 Key = tuple[str, int]
@@ -25,7 +25,7 @@ class Registry:
 
     def __init__(self) -> None:
         # A publish or a lookup holds it from its beginning to its end.
-        self.lock = threading.RLock()
+        self.lock = RLock()
         # Each name of the session's own publications has the nodes that have it.
         self.homes: dict[str, list[Node]] = {}
         # Each name has the memory of its tensors. A storage with one holder could get another slot on the

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from ..session.session import active, active_session
 from ..tensors.tensor import DistributedTensor
 from ..tensors.uneven import UnevenTensor
 from ..wire.codec import OPERAND
+from ..wire.shield import RLock
 from .pickling import Given, Operand, pack_code
 
 # So many functions are kept on a worker, those that were called last.
@@ -162,7 +162,7 @@ class Latest:
     def __init__(self, thing: object, name: str, outdated: Callable[[Callee], None]) -> None:
         self._thing, self._name, self._outdated = thing, name, outdated
         # A class that is pickled may call the function.
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._known: tuple[Captured, Callee] | None = None
         self._told: set[str] = set()
 

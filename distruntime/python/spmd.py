@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
@@ -42,6 +41,7 @@ from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
 from ..tensors.trees import joined
 from ..tensors.uneven import UnevenTensor, shapes_of
+from ..wire.shield import Lock
 from .call import invoke
 from .callee import Callee, Code, Latest, Options, forget, require_python, upload_bytes
 from .objects import RemoteObject
@@ -291,7 +291,7 @@ class _Team:
 
 
 # Two threads that call at the same time share the processes of a mesh.
-_making = threading.Lock()
+_making = Lock()
 
 
 def _team_of(mesh: DeviceMesh) -> _Team:

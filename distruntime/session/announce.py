@@ -20,6 +20,7 @@ from ..log.log import Log
 from ..log.node import Node
 from ..wire.link import Delivery
 from ..wire.messages import Status
+from ..wire.shield import RLock
 from ..wire.units import operator_text, span
 from .screen import Screen, screen
 
@@ -96,7 +97,7 @@ class Uploads:
 
     def __init__(self, over: Callable[[], None]) -> None:
         # A signal's handler may move or read something while this thread holds it.
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._over = over
         # So many threads are in the middle of several uploads.
         self._together = 0
@@ -198,7 +199,7 @@ class Announcer:
         self._on: Screen | None = None
         self._shown_at = 0.0
         # A signal's handler may wait for a value while this thread holds it.
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self.uploads = Uploads(self._uploaded)
         # It tells how many bytes of the large values that were asked for have come, and of how many.
         self.fetched: Callable[[], tuple[int, int]] = _nothing

@@ -14,6 +14,7 @@ from ..log.node import Node
 from ..wire.address import host_of
 from ..wire.deadlines import MEET
 from ..wire.messages import ListenForPeers, Peers, Signal
+from ..wire.shield import Lock
 from .launcher import Routes
 from .requests import Request
 from .session import Session
@@ -38,7 +39,7 @@ class Meeting:
         self._signals: dict[int, tuple[Node, int, Node, Log]] = {}
         # It is set once the workers have been told of each other. Only `routes` makes that take a while.
         self._told = threading.Event()
-        self._settling = threading.Lock()
+        self._settling = Lock()
         session.on_loss.append(self._lost)
         session.on_return.append(self.returned)
 

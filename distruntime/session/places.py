@@ -13,7 +13,6 @@ brings a device that its node did not have, that device gets the next number.
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 
@@ -32,6 +31,7 @@ from ..log.current import (
 from ..log.handle import BARE, UNNUMBERED, Place, Residence
 from ..log.log import Log
 from ..log.node import Node
+from ..wire.shield import RLock
 
 # So many places have a number of their own. The rest of torch's device indices are for meshes and for more
 # places: they are given out and taken back.
@@ -63,7 +63,7 @@ class Places:
         # A torch device does not hold what has its number. So each number remembers who had it last, and is
         # given to another as late as can be: `init_device_mesh(...).device` is good when the mesh is gone.
         self._last: dict[int, tuple[Place, Log]] = {}
-        self._numbering = threading.RLock()
+        self._numbering = RLock()
 
     def enter(self, node: Node) -> None:
         """Give the devices of a node their numbers, as long as there are some, and bring them into use."""

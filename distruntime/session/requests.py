@@ -22,6 +22,7 @@ from ..log.node import Node
 from ..log.replies import require
 from ..wire.codec import Buffer, failure_from
 from ..wire.shared import Loan
+from ..wire.shield import RLock
 from .announce import Announcer
 from .output import Output
 
@@ -31,7 +32,7 @@ R = TypeVar("R")
 _READER = "reader"
 # A thread that sets `then` must not come between `done` and the call of `then`. A signal's handler that reads
 # may, within the thread that holds it.
-_finishing = threading.RLock()
+_finishing = RLock()
 
 # A waiting thread sleeps at most so many seconds before it looks for dead workers.
 _SLICE = 0.1
@@ -102,7 +103,7 @@ class Requests:
         self._reader: dict[str, int] = {}
         # It is re-entrant. Who waits enters the lock and not the Condition: that is entered in Python, and a
         # Ctrl-C there would leave the lock taken for ever.
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._arrived = threading.Condition(self._lock)
         self._followers = 0
         self.announcer = Announcer()

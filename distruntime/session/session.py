@@ -6,7 +6,6 @@ import logging
 import math
 import mmap
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,7 +27,7 @@ from ..wire.deadlines import ASK, CONNECT, DETACH, SHUTDOWN
 from ..wire.link import Delivery
 from ..wire.messages import AskMaster, AskMemory, AskStatus, Fetch, Message, Plain, Question, Status
 from ..wire.shared import Challenge, Loan, SharedPool
-from ..wire.shield import shield
+from ..wire.shield import RLock, shield
 from ..wire.strangers import Tally
 from .ending import Ending
 from .failures import out_of_memory, remote_error
@@ -76,7 +75,7 @@ class Session:
         # A worker that is to come is waited for so many seconds, as the user has said.
         self.patience = CONNECT.seconds
         # All logs have this lock: meshes and workers are issued to, and sent to, one at a time.
-        self.lock = threading.RLock()
+        self.lock = RLock()
         # log/moment.py says what a moment is.
         self.in_moment = False
         # These are the logs of meshes.

@@ -6,7 +6,6 @@ import html
 import os
 import re
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import torch
 
 from ..errors import UsageError, without_our_frames
 from ..log.line import Line, code_text, line_text, place_of, shown_line, user_line
+from ..wire.shield import RLock
 from .tables import table_html, table_text
 
 # What the argument checks of torch.distributions wait for. Their own frames are torch's, and the line that is
@@ -127,7 +127,7 @@ def _depends_on_data(why: str) -> bool:
 watchers: list[Callable[[str, Line, float], None]] = []
 
 # A signal's handler may wait for a value while this thread holds it.
-_lock = threading.RLock()
+_lock = RLock()
 # Lines are resolved only when somebody asks.
 _found: dict[tuple[CodeType | None, int, str], list[float]] = {}
 _mode = "default"

@@ -6,7 +6,6 @@ a mesh back between uses, and takes it again.
 
 from __future__ import annotations
 
-import threading
 from typing import NoReturn, Protocol
 
 import torch
@@ -17,6 +16,7 @@ from ..log.issue import issue
 from ..log.line import user_line
 from ..log.storage import Storage
 from ..operators.signatures import template
+from ..wire.shield import RLock
 
 # No address has more than 64 bits. So whoever hands one of these numbers to C code gets an OverflowError, and
 # no C code follows it. `ctypes.c_void_p` alone cuts the upper bits off without a word. Then bit 63 is left,
@@ -24,7 +24,7 @@ from ..operators.signatures import template
 _FIRST_ADDRESS = 3 << 63
 _ALIGNMENT = 512
 # A signal's handler may ask for an address while this thread holds it.
-_lock = threading.RLock()
+_lock = RLock()
 _next_address = [_FIRST_ADDRESS]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from ..session.requests import Request
 from ..session.session import Session, active_session
 from ..wire.deadlines import SNAPSHOT
 from ..wire.messages import MakeSnapshot, RecordMemory, TakeSnapshot
+from ..wire.shield import Lock
 from .chrome import Json
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ _SMALL = 1 << 20
 # The viewer reads no newer pickle.
 _PICKLE = 4
 # A worker keeps one snapshot for a session until it has been taken.
-_one_at_a_time = threading.Lock()
+_one_at_a_time = Lock()
 # Torch keeps so many entries of the history unless the user says otherwise. Each may take several KB.
 _ENTRIES = 100_000
 

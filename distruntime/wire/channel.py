@@ -15,7 +15,6 @@ from __future__ import annotations
 import hmac
 import os
 import select
-import threading
 import time
 import weakref
 from collections import deque
@@ -37,7 +36,7 @@ from .inbox import LARGE as LARGE
 from .inbox import Frames, Inbox
 from .keys import KeyPair, needs_key
 from .link import Delivery, Link
-from .shield import shield
+from .shield import RLock, shield
 from .wake import Wake
 
 _yield: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
@@ -67,7 +66,7 @@ _CLOSED = "this channel is closed, or belongs to the process that forked this on
 # pyzmq makes one socket and one mutex at a process's first frame that is not copied. Two threads that come
 # first at once would make two of each, and then use one socket side by side. So the first such frame is an
 # empty one, under this lock. A finalizer may come in between.
-_first = threading.RLock()
+_first = RLock()
 # It has an item once that frame has been made.
 _begun: list[bool] = []
 
@@ -141,7 +140,7 @@ class Channel:
         self.unproven = keys is None and listen is not None and needs_key(listen)
         # It knows its owner from the moment in which it is taken: a signal's handler may strike before the
         # holder's next line, and must be refused there and not wait for its own thread.
-        self._lock = threading.RLock()
+        self._lock = RLock()
         # It tells whether this very thread uses the socket: a handler or a finalizer runs inside that then.
         self._held_here: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
         # Messages wait here if they come while another thread uses the socket.
@@ -659,11 +658,11 @@ _abandoned: list[Channel] = []
 
 def _abandon_in_child() -> None:
     global _first
-    _first = threading.RLock()
+    _first = RLock()
     _begun.clear()
     for channel in _channels:
         # Another thread may have held it when the process forked.
-        channel._lock = threading.RLock()
+        channel._lock = RLock()
         channel._held_here = channel._lock._is_owned  # type: ignore[attr-defined]
         channel._closed = True
         _abandoned.append(channel)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from ..errors import ConfigurationError
+from .shield import Lock
 
 # A channel with keys takes 15 descriptors (two threads' and six sockets' own, and the listener), and a group
 # takes some 8. This is enough for one of each, and for something to live on.
@@ -81,7 +81,7 @@ class Spare:
 
     def __init__(self) -> None:
         self._kept = list[int]()
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def keep(self) -> None:
         """Take as many as are kept, as far as there are any."""

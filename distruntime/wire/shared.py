@@ -15,7 +15,6 @@ import mmap
 import os
 import re
 import secrets
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from hmac import compare_digest
 
 from ..errors import ProtocolError
 from .descriptors import are_out, spare
+from .shield import RLock
 
 _NAME = re.compile(r"/proc/([0-9]+)/fd/[0-9]+")
 # A challenge's segment begins with this mark. The bytes of a secret and of a nonce follow.
@@ -111,7 +111,7 @@ class SharedPool:
     """The master's side: segments that are lent for one transfer each. Any thread may call."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._idle: list[Segment] = []
         self._all: list[Segment] = []
         self._total = 0
@@ -267,7 +267,7 @@ class KeptMemory:
     def __init__(self) -> None:
         self._idle: dict[int, list[mmap.mmap]] = {}
         self._total = 0
-        self._lock = threading.RLock()
+        self._lock = RLock()
 
     def allocate(self, nbytes: int) -> memoryview:
         """Return memory of `nbytes`, warm if some of this size class has died.

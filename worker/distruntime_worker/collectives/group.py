@@ -14,6 +14,7 @@ from distruntime.errors import NodeFailed
 from distruntime.wire.codec import failure_fields
 from distruntime.wire.data_channel import DataChannel, Unfinished
 from distruntime.wire.messages import BreakGroup, Entry, Failure, Message, OpenGroup, Taint
+from distruntime.wire.shield import Lock
 
 from ..machine import accelerator
 from .store import GroupStore
@@ -70,7 +71,7 @@ class Group:
         self._ends = threading.Event()
         self._taints: dict[int, Failure] = {}
         self._told: dict[int, tuple[set[int], threading.Event]] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def enter(self, rank: int, channel: DataChannel) -> None:
         """Take the channel of an own member that has joined; abort it if the group has broken meanwhile."""

@@ -17,6 +17,7 @@ from distruntime.errors import ConfigurationError, ProtocolError
 from distruntime.wire.data_channel import Factory, Membership, checked
 from distruntime.wire.descriptors import require
 from distruntime.wire.messages import Entry, Message, OpenGroup, Tainted
+from distruntime.wire.shield import Lock
 
 from ..machine.devices import Devices
 from .data_channel import find
@@ -36,7 +37,7 @@ class Groups:
         self._groups: dict[int, Group] = {}
         self._ended = False
         # It guards what follows. It also makes sure that what is early goes to its group when that is opened.
-        self._opening = threading.Lock()
+        self._opening = Lock()
         # This is the last group that was opened here. The master opens them in the order of their numbers.
         self._latest = 0
         # This keeps, by group, who said what before it was open here.

@@ -11,14 +11,15 @@ import ipaddress
 import os
 import socket
 import struct
-import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from distruntime.wire.shield import Lock
+
 # A thread holds it while it makes this process listen somewhere. So a thread that looks before and after
 # knows that what is new is its own.
-LISTENING = threading.Lock()
+LISTENING = Lock()
 
 # It has an address and a port.
 Endpoint = tuple[str, int]

@@ -22,6 +22,7 @@ from distruntime.wire.deadlines import UNREACHABLE
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.link import Link
 from distruntime.wire.messages import Ack, Entry, Meet, Message, Peers, Signal, Taint, Tainted
+from distruntime.wire.shield import Lock
 from distruntime.wire.strangers import Tally
 
 from .listening import LISTENING
@@ -64,7 +65,7 @@ class PeerChannel:
         # The keys are the origins.
         self._incoming: dict[bytes, Link] = {}
         self._ways: dict[int, _Way] = {}
-        self._dialling = threading.Lock()
+        self._dialling = Lock()
         # These nodes are dialled once more, each at its time.
         self._again: dict[int, float] = {}
         self._numbers = count().__next__

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from distruntime.errors import NodeFailed
 from distruntime.wire.data_channel import Unfinished
 from distruntime.wire.messages import Failure
+from distruntime.wire.shield import Lock
 
 from ..log.state import Spoilt, State
 from ..values.objects import failure
@@ -80,7 +81,7 @@ class UnderWay:
 
     def __init__(self, state: State, tell_of: Callable[[Begun, Failure], None]) -> None:
         self._state, self._tell_of = state, tell_of
-        self._lock = threading.Lock()
+        self._lock = Lock()
         # The keys are group and sequence. A thread is in a call for each of these.
         self._running: dict[tuple[int, int], Begun] = {}
         # The data channel has returned, and the bytes may not have moved. The order is that of their queues.

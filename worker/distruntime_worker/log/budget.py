@@ -12,12 +12,12 @@ themselves, what its allocator caches, and bytes on their way.
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterable, Iterator
 from time import monotonic
 
 import torch
 
+from distruntime.wire.shield import Lock
 from distruntime.wire.units import size_text
 
 from ..machine.devices import Devices
@@ -84,7 +84,7 @@ class Budget:
         self._sum = dict.fromkeys(most, 0)
         # From this time.monotonic() on, exceeding the slack is worth a walk.
         self._next = 0.0
-        self._lock = threading.Lock()
+        self._lock = Lock()
         # From so many bytes on it is worth asking before there is a value.
         self.large = max(1, min(most.values(), default=1 << 62) // _SLACK)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from distruntime.errors import ProtocolError
+from distruntime.wire.shield import Lock
 
 from ..machine import accelerator
 from ..values.streams import Happening
@@ -36,7 +37,7 @@ class DeviceWaits:
         # It is told of an answer that cannot be given.
         self._broke = broke
         self._queues: dict[torch.Stream, queue.SimpleQueue[_Entry | None]] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._closed = False
 
     def when_happened(self, events: Sequence[Happening], then: Then) -> None:

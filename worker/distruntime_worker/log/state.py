@@ -14,6 +14,7 @@ import torch
 
 from distruntime.errors import InternalError, ProtocolError, StreamCancelled
 from distruntime.wire.messages import FIRST_TEMPLATE, Failure, MemberRef, Message, Plain, mesh_and_stream
+from distruntime.wire.shield import RLock
 
 from ..machine import hardware, lost
 from ..machine.devices import Devices
@@ -92,7 +93,7 @@ class State:
         self.orphans: list[Failure] = []
         # A worker adds to these and takes none away. The way back is another worker, or another session.
         self.spoilt: list[Spoilt] = []
-        self.gate = threading.RLock()
+        self.gate = RLock()
         # These are told of a device that is lost, and why its values are.
         self.losing: list[Callable[[torch.device, Failure], None]] = []
         # It tells the publications that a write of a memory has failed.

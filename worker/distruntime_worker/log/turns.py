@@ -19,6 +19,7 @@ from threading import get_ident
 from time import monotonic
 
 from distruntime.wire.messages import TurnsTaken
+from distruntime.wire.shield import Lock
 
 # A session may run for so many seconds, without coming to the end of a segment, while others wait.
 LEASE = 0.02
@@ -210,7 +211,7 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = Lock()
         # These dictionaries serve as ordered sets.
         self.open: dict[Turn, None] = {}
         # It is True while no more than one session is open. What that one runs, or has begun while it was

@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 import torch
 
+from distruntime.wire.shield import Lock
+
 # On these a kernel has run when its call returns, and they have no streams.
 _AT_ONCE = frozenset({"cpu", "meta"})
 # A device of this kind has one stream in most versions of torch, and memory that the host shares.
@@ -108,9 +110,9 @@ _in_use: dict[torch.device, torch.Stream] = {}
 # A kernel has failed on these, and nothing runs there any more: see lost.py. The text says so.
 lost: dict[torch.device, str] = {}
 # Whoever holds it changes what stands in these two, and waits for no device meanwhile.
-_changing = threading.Lock()
+_changing = Lock()
 # Each device has a lock, which one thread holds while it opens that device.
-_opening: defaultdict[torch.device, threading.Lock] = defaultdict(threading.Lock)
+_opening: defaultdict[torch.device, Lock] = defaultdict(Lock)
 
 
 def begin(device: torch.device) -> None:

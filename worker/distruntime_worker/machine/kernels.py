@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import NamedTuple
 
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
+from distruntime.wire.shield import Lock
+
 # A process has one profiler, and a worker may have several masters.
-_in_use = threading.Lock()
+_in_use = Lock()
 
 
 class Launched(NamedTuple):
@@ -32,7 +33,7 @@ class Kernels:
     def __init__(self, activities: set[ProfilerActivity] | None = None) -> None:
         self._activities = activities
         self._profile: profile | None = None
-        self._turn = threading.Lock()
+        self._turn = Lock()
         self._why = ""
 
     def start(self) -> None:

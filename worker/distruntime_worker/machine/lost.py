@@ -10,17 +10,18 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
+from distruntime.wire.shield import Lock
+
 from . import accelerator
 
 log = logging.getLogger("distruntime.worker")
 
-_looking = threading.Lock()
+_looking = Lock()
 # These are called with a device that is lost and the text.
 _watchers: list[Callable[[torch.device, str], None]] = []
 

@@ -14,6 +14,7 @@ import torch
 
 from distruntime.errors import ProtocolError
 from distruntime.wire.messages import ARGUMENT, HELD, Plain
+from distruntime.wire.shield import Lock
 
 from ..machine.random_states import states_left
 from ..values.objects import Poisoned
@@ -23,7 +24,7 @@ from .regions import Compiled, Inputs, graph_of, regions_of
 from .source import NotBegun, Source, Straight
 
 # Inductor compiles one program at a time.
-_compiling = threading.Lock()
+_compiling = Lock()
 _WAITS = "in no call so far the arguments had memory of their own"
 _TOO_FEW = "no three operators that Inductor may compile stand together"
 

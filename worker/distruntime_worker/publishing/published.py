@@ -8,7 +8,6 @@ way to it, and to others'. What the envelopes hold concerns masters only: here t
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
@@ -33,6 +32,7 @@ from distruntime.wire.messages import (
     StoredTensor,
     Versions,
 )
+from distruntime.wire.shield import Lock
 
 from ..log.lost_devices import is_on
 from ..log.read_only import ReadOnly
@@ -106,7 +106,7 @@ class Published:
         # Sessions number their nodes as they like, and workers come and go at one address.
         self.identity = secrets.token_hex(8)
         self._records: dict[str, dict[int, Record]] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def add(self, name: str, record: Record) -> None:
         """Keep a version."""

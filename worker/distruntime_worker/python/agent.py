@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from distruntime.wire.scratch import remove, scratch_folder
+from distruntime.wire.shield import Lock
 
 from . import children
 from .children import Child, Nursery, Surroundings, readable
@@ -40,7 +41,7 @@ class Agent:
         self._nursery: Nursery | None = None
         self._child: Child | None = None
         self._folder = ""
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def __del__(self) -> None:
         self.close()

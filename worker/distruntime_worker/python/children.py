@@ -13,12 +13,13 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import count
+
+from distruntime.wire.shield import Lock
 
 from .skeleton import Real
 
@@ -82,7 +83,7 @@ class Nursery:
         self._numbers = count(1)
         self._children: dict[int, Child] = {}
         self.users = 0
-        self._lock = threading.Lock()
+        self._lock = Lock()
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "distruntime_worker.nursery", str(os.getpid())],
@@ -171,7 +172,7 @@ class Nursery:
         self.process.wait()
 
 
-_guard = threading.Lock()
+_guard = Lock()
 _nursery: list[Nursery] = []
 
 

@@ -11,7 +11,6 @@ one worker would wait for old ones of another.
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from distruntime.errors import (
     StreamCancelled,
     WaitTimeout,
 )
+from distruntime.wire.shield import RLock
 
 from . import children
 from .children import Child, Nursery, Surroundings, readable
@@ -77,7 +77,7 @@ class Members:
         self._ranks, self._world, self._node, self._nodes = [*ranks], world, node, nodes
         self._devices = [around.device(torch.device(name)) for name in devices]
         # One call at a time has the processes, whichever stream it is on.
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._nursery: Nursery | None = None
         self._children: list[Child] = []
         self._generation = -1

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Protocol
 
 from distruntime.wire.messages import Message, Printed
+from distruntime.wire.shield import Lock
 
 from .alarms import Alarm, alarms
 
@@ -36,7 +36,7 @@ class Printing:
         self._text, self._size, self._left_out = list[str](), 0, 0
         self._sent_at, self._open = 0.0, dict[str, None]()
         self._flush: Alarm | None = None
-        self._writing = threading.Lock()
+        self._writing = Lock()
 
     def write(self, kind: str, text: str) -> None:
         """Have the master show a text, soon."""

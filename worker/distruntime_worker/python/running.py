@@ -24,6 +24,7 @@ from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 from distruntime.errors import NodeFailed, RemoteError, StreamCancelled
 from distruntime.wire.messages import Goodbye, Message, Printed, Typed, Warned
+from distruntime.wire.shield import Lock
 
 from .alarms import Alarm, alarms
 from .forked import end_child
@@ -126,7 +127,7 @@ class Around:
         self._send, self._locate, self._present = send, locate, present
         # It makes what a call runs in.
         self.call: Callable[[str, float | None], Running] = partial(Running, self)
-        self.gate = threading.Lock()
+        self.gate = Lock()
         # These calls, by the position after them, are not to begin, and why.
         self.unwanted: dict[int, Why] = {}
         # What may still be sent, and since when it grows.

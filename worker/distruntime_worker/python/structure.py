@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
@@ -28,6 +27,7 @@ from distruntime.wire.codec import (
     parts_of,
 )
 from distruntime.wire.messages import Plain
+from distruntime.wire.shield import Lock
 
 from ..values.objects import Held, spec_fields
 from .handing import Circular
@@ -46,7 +46,7 @@ class Memories:
         self._named: dict[int, tuple[StorageWeakRef, int]] = {}
         self._next = FIRST_NAME
         # Streams have threads of their own.
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def name(self, storage: torch.UntypedStorage) -> int:
         """Return the name of a memory."""

@@ -16,6 +16,7 @@ from typing import final
 
 from distruntime.errors import ProtocolError
 from distruntime.wire.messages import AskMaster, JointRow, MasterReport, SeenSession, StreamRow
+from distruntime.wire.shield import Lock
 
 from ..collectives.mesh_operation import LaneCollective
 from ..collectives.operation import Collective
@@ -80,7 +81,7 @@ class Activity:
         self._seen: dict[Session, _Seen] = {}
         self._until = 0.0
         self._looked_at: deque[float] = deque(maxlen=_KEPT)
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._thread: threading.Thread | None = None
 
     def rows(self) -> tuple[float, list[SeenSession]]:

@@ -7,7 +7,6 @@ slots.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -15,6 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from distruntime.errors import UsageError
+from distruntime.wire.shield import Lock
 
 from ..machine import accelerator, random_states
 from ..machine.figures import device_properties, empty_cache, memory_figures, reset_peak
@@ -80,7 +80,7 @@ def resize_storage(tensor: torch.Tensor, nbytes: int) -> None:
 
 
 # Whoever has set the kernels of attention holds it until they are as before.
-_choosing = threading.Lock()
+_choosing = Lock()
 
 
 class Tape:

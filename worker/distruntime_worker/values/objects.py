@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from distruntime.errors import DistruntimeError, InternalError, NotSupportedError
 from distruntime.wire.codec import dtype_name, tensor_bytes
 from distruntime.wire.messages import Failure, Plain
+from distruntime.wire.shield import Lock
 
 # A tensor of up to so many bytes rides inside the message. A larger one has a payload frame of its own.
 INLINE_BYTES = 1 << 14
@@ -24,7 +24,7 @@ _OURS = tuple(str(Path(file).parents[1]) + os.sep for file in (__file__, tensor_
 _INSIDE = (os.path.dirname(torch.__file__) + os.sep, *_OURS)
 
 # Torch's print options are one global.
-_printing = threading.Lock()
+_printing = Lock()
 
 
 class Poisoned:

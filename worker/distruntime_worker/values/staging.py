@@ -8,10 +8,11 @@ devices that read the host's memory: a CPU's tensors are made where they stay.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 
 import torch
+
+from distruntime.wire.shield import Lock
 
 from ..machine import accelerator, hardware, lost
 
@@ -39,7 +40,7 @@ class Staging:
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
         self._queues: dict[int, _Queue] = {}
-        self._lock = threading.Lock()
+        self._lock = Lock()
         # All buffers have so many bytes together.
         self.pinned = 0
 

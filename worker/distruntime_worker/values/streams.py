@@ -21,6 +21,7 @@ import torch
 from distruntime.errors import UsageError
 from distruntime.wire.codec import Buffer
 from distruntime.wire.messages import Failure, Plain, Segment
+from distruntime.wire.shield import RLock
 
 from ..machine import accelerator, hardware, lost
 from .staging import downloads
@@ -82,7 +83,7 @@ class Stream:
         self.started = 0.0
         self.waiting: list[tuple[int, Action]] = []
         # A thread holds it while it answers what has waited.
-        self.serving = threading.RLock()
+        self.serving = RLock()
         # These streams wait for `position`.
         self.blocked: list[tuple[int, threading.Event]] = []
         # Each entry has the position of a wait, the other stream, and a position there. This stream has not

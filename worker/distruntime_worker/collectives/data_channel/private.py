@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 from distruntime.errors import ConfigurationError
 from distruntime.wire.scratch import scratch_folder
+from distruntime.wire.shield import Lock
 
 _made: list[Path] = []
-_making = threading.Lock()
+_making = Lock()
 
 
 def private_folder() -> Path:

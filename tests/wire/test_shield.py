@@ -1,0 +1,133 @@
+"""What Ctrl-C and an exception from another thread leave behind: no lock that is taken for ever."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+
+from distruntime.wire.shield import InstantLock, InstantRLock, Lock, RLock
+from rooms import MODULES
+
+KINDS = pytest.mark.parametrize("kind", [Lock, RLock, InstantLock, InstantRLock])
+STRIKES = 500
+
+
+class Struck(BaseException):
+    """What is raised in the middle of something."""
+
+
+def free(lock: Lock | RLock) -> bool:
+    """Whether another thread can take a lock."""
+    found: list[bool] = []
+
+    def take() -> None:
+        if lock.acquire(blocking=False):
+            lock.release()
+            found.append(True)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return bool(found)
+
+
+def enter(lock: Lock | RLock) -> None:
+    """Take a lock again and again, until something is raised."""
+    while True:
+        with lock:
+            pass
+
+
+@KINDS
+def test_a_signal_leaves_no_lock_taken(kind: Callable[[], Lock | RLock]) -> None:
+    lock = kind()
+
+    def strike(*_: object) -> None:
+        raise Struck
+
+    before = signal.signal(signal.SIGALRM, strike)
+    try:
+        for _ in range(STRIKES):
+            with suppress(Struck):
+                signal.setitimer(signal.ITIMER_REAL, 1e-4)
+                enter(lock)
+            assert free(lock)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@KINDS
+def test_an_exception_from_another_thread_leaves_no_lock_taken(kind: Callable[[], Lock | RLock]) -> None:
+    lock, left, over = kind(), [STRIKES], threading.Event()
+
+    def struck() -> None:
+        while left[0]:
+            with suppress(Struck):
+                left[0] -= 1
+                enter(lock)
+        over.set()
+
+    thread = threading.Thread(target=struck)
+    thread.start()
+    limit = time.monotonic() + 60
+    while not over.is_set() and time.monotonic() < limit:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Struck)
+        )
+        time.sleep(1e-4)
+    thread.join()
+    assert over.is_set() and free(lock)
+
+
+@KINDS
+def test_with_takes_a_lock_and_lets_it_go(kind: Callable[[], Lock | RLock]) -> None:
+    lock = kind()
+    with lock:
+        assert not free(lock)
+    assert free(lock)
+    with suppress(Struck), lock:
+        raise Struck
+    assert free(lock)
+    assert lock.acquire(timeout=1) and not free(lock)
+    lock.release()
+    assert free(lock)
+
+
+@pytest.mark.parametrize("kind", [RLock, InstantRLock])
+def test_its_thread_may_take_it_again_and_a_condition_stands_on_it(kind: Callable[[], RLock]) -> None:
+    lock, come = kind(), list[int]()
+    arrived = threading.Condition(lock)
+
+    def tell() -> None:
+        with arrived:
+            come.append(1)
+            arrived.notify()
+
+    thread = threading.Thread(target=tell)
+    with lock, lock, arrived:
+        thread.start()
+        # It lets go of all three while it waits.
+        assert arrived.wait_for(lambda: come, 30) and not free(lock)
+    thread.join()
+    assert free(lock)
+
+
+def test_no_module_makes_a_lock_that_ctrl_c_can_leave_taken() -> None:
+    """A `Condition` is entered in Python, so who uses one sees to interrupts."""
+    own = []
+    for module, path in MODULES.items():
+        if module in ("distruntime.wire.shield", "distruntime.guards.contents"):
+            continue
+        for one in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(one, ast.Attribute) and one.attr in ("Lock", "RLock"):
+                own.append(f"{module}:{one.lineno}")
+            elif isinstance(one, ast.ImportFrom) and one.module == "threading":
+                own += [f"{module}:{one.lineno}" for name in one.names if name.name in ("Lock", "RLock")]
+    assert own == []

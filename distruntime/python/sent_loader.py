@@ -5,7 +5,9 @@ This class travels to workers.
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
+import sys
 from collections.abc import Iterator, Mapping, Sized
 from itertools import islice
 from multiprocessing.connection import wait
@@ -68,6 +70,8 @@ class Loader:
                 )
         else:
             self._sample(given, share, left)
+        if left.get("num_workers") and _forks():
+            left.setdefault("multiprocessing_context", "fork")
         self._loader: DataLoader[object] = DataLoader(given, generator=self._generator, **left)  # type: ignore[arg-type]
         self._batches: Iterator[object] = iter(())
         # The processes of this epoch.
@@ -172,6 +176,17 @@ def _end_of(code: int) -> str:
         return "was killed (SIGKILL), as what takes too much memory is: take fewer, or smaller batches"
     how = f"exited with code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
     return f"{how}: num_workers=0 makes the batches in the worker itself, which tells of the line"
+
+
+def _forks() -> bool:
+    """Whether the processes of a loader are forked, unless it is given another way.
+
+    Python 3.14 starts processes from a server by default, and pickles for them. What has come to this worker
+    by value has no module that such a process could import it from. Who has chosen another way keeps it.
+    """
+    default = multiprocessing.get_all_start_methods()[0]
+    chosen = multiprocessing.get_start_method(allow_none=True) or default
+    return sys.platform == "linux" and default == "forkserver" and chosen == default
 
 
 class _Iterating(IterableDataset[object]):

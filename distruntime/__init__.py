@@ -11,6 +11,7 @@ import typing
 
 from . import first_use as _first_use
 from . import hints as _hints
+from . import interpreter as _interpreter
 from .compiled import name as _name
 from .version import __version__ as __version__
 
@@ -73,6 +74,7 @@ _MODULES = {
     "nvtx": "streams.nvtx",
     "primitives": "collectives.primitives",
 }
+_interpreter.check_interpreter()
 _first_use.publish(__name__, _MODULES)
 # `testing` imports this package, so the block above cannot name it.
 _first_use.lend(__name__, modules=(*_MODULES, "testing"), moved="distruntime.old_names")

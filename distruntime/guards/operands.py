@@ -35,8 +35,7 @@ _ENDS = frozenset(
 
 def known() -> bool:
     """Whether this module knows where this interpreter keeps its stacks."""
-    free_threaded = not getattr(sys, "_is_gil_enabled", lambda: True)()
-    return sys.implementation.name == "cpython" and _VERSION in _VARIABLES and not free_threaded
+    return sys.implementation.name == "cpython" and _VERSION in _VARIABLES
 
 
 @functools.lru_cache(maxsize=16384)

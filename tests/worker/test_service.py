@@ -40,7 +40,7 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     path = tmp_path / "distruntime-worker.service"
     path.write_text(unit(["--listen", "tcp://0.0.0.0:29400"]), encoding="utf-8")
     done = subprocess.run(
-        ["systemd-analyze", "verify", str(path)], capture_output=True, text=True, timeout=60
+        ["systemd-analyze", "--man=no", "verify", str(path)], capture_output=True, text=True, timeout=60
     )
     # It names other units of the machine, too.
     assert [line for line in done.stderr.splitlines() if "distruntime-worker" in line] == []

@@ -19,7 +19,7 @@
 #                 of soak, 24,000 random programs, 200 random programs of dr.program, 60 mistakes that the suite must notice
 # PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" takes torch's CPU build (0.2 GB instead of 3 GB with CUDA).
 
-PYTHON := $(firstword $(foreach p,$(PYTHON) python3 python3.13 python3.12 python3.11 python3.10,\
+PYTHON := $(firstword $(foreach p,$(PYTHON) python3 python3.14 python3.13 python3.12 python3.11 python3.10,\
 	$(shell $(p) -c 'import sys, venv; sys.version_info >= (3, 10) and print("$(p)")' 2>/dev/null)))
 BIN := .venv/bin
 ARGS ?=

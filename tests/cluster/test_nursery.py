@@ -443,6 +443,13 @@ def test_where_a_fork_is_not_safe_a_nursery_starts_the_worker_as_a_program(tmp_p
     assert process.wait(STARTING) == 0
 
 
+def test_nothing_is_forked_elsewhere_than_on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no /proc either, which tells of threads."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(Path, "iterdir", lambda path: open(path / "not there"))
+    assert not worker_nursery._may_fork()
+
+
 def test_a_process_with_threads_does_not_fork() -> None:
     """torch's own threads, for one, would be missing in the worker."""
     over = threading.Event()

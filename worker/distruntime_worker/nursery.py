@@ -213,8 +213,15 @@ def differ_from_siblings() -> None:
 
 
 def _may_fork() -> bool:
-    """Whether a fork of this process works: it lacks all other threads, and cannot use what is begun."""
-    return len(list(Path("/proc/self/task").iterdir())) == 1 and accelerator.untouched()
+    """Whether a fork of this process works: it lacks all other threads, and cannot use what is begun.
+
+    macOS has libraries that do not work in a forked process.
+    """
+    return (
+        sys.platform == "linux"
+        and len(list(Path("/proc/self/task").iterdir())) == 1
+        and accelerator.untouched()
+    )
 
 
 def _spawned(request: Request) -> subprocess.Popen[bytes]:

@@ -9,6 +9,7 @@
 #   make gpu      28 checks on a machine with a GPU and its figures, in ten minutes; nothing is downloaded
 #   make accelerator  the GPU's path on an accelerator that is simulated: it needs a C++ compiler, and says so without one
 #   make test-machines  the tests that depend on a machine, on 13 unlike ones: another processor, home, user, language
+#   make cluster  hosts on a bad network, made of this machine: one program in every weather; root on Linux, or it says what is missing
 #   make ecosystem  a script for each of 43 libraries, here and on a worker, in a venv of their own: some five minutes
 #   make scripts SCRIPTS=folder  scripts of other people's repositories, here and on a worker; it clones what the folder has not
 #   make torch-tests  PyTorch's own tests on remote tensors and in dr.spmd, a sample of them: some 20 minutes
@@ -126,6 +127,10 @@ accelerator: .venv/.tests
 test-machines: .venv/.tests
 	$(KEPT) $(BIN)/python tests/machines/run.py $(ARGS)
 
+# ARGS="drop-30 ipv6" runs some of the scenarios, ARGS=--list prints them, ARGS=--long runs what takes minutes too.
+cluster: .venv/.tests
+	$(KEPT) PYTHONPATH=.:worker:tests/help $(BIN)/python tests/box/run.py $(ARGS)
+
 # The libraries have a venv of their own: they bring 200 packages, and their plug-ins would be found by the suite.
 # ARGS="timm peft" runs some, ARGS="--page docs/ecosystem.md" also writes the page's table.
 ecosystem: .venv-ecosystem/.libraries
@@ -177,4 +182,4 @@ torch-tests: .venv/.torch-tests
 	@touch $@
 
 .PHONY: demo test test-all check rooms docs bench bench-quick examples gpu gpu-simulated accelerator ecosystem ecosystem-some
-.PHONY: scripts torch-tests long lanes piece test-machines
+.PHONY: scripts torch-tests long lanes piece test-machines cluster

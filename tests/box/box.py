@@ -22,7 +22,7 @@ from hosts import Host, Interface
 from processes import PATH, STARTING, until
 from router import Router
 
-PROGRAM = Path(__file__).with_name("program.py")
+FOLDER = Path(__file__).parent
 
 
 class Box:
@@ -87,23 +87,21 @@ class Box:
         """Return what a worker has printed."""
         return (self.logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")
 
-    def run(self, options: Mapping[str, object]) -> Program:
-        """Start the program as the master."""
+    def run(self, options: Mapping[str, object], program: str = "program.py") -> Program:
+        """Start a program as the master."""
         begin = {**self.topology.begin, **dict(options.get("begin", {}))}  # type: ignore[call-overload]
         words = json.dumps({**options, "begin": begin})
-        return Program(self.hosts[MASTER], words, self.logs / "master.log", self._variables)
+        command = [sys.executable, str(FOLDER / program), words]
+        return Program(self.hosts[MASTER], command, self.logs / "master.log", self._variables)
 
 
 class Program:
     """The program while it runs, and what it says."""
 
-    def __init__(self, host: Host, words: str, log: Path, variables: Mapping[str, str]) -> None:
+    def __init__(self, host: Host, command: list[str], log: Path, variables: Mapping[str, str]) -> None:
         with log.open("wb") as errors:
             self._process = host.start(
-                [sys.executable, str(PROGRAM), words],
-                variables,
-                subprocess.PIPE,
-                stderr=errors,
+                command, variables, subprocess.PIPE, stderr=errors, stdin=subprocess.PIPE
             )
         self._rest = b""
 
@@ -114,6 +112,12 @@ class Program:
         # Its other end, in the host's own process table, ends with the host at the latest.
         self._process.kill()
         self._process.wait()
+
+    def go_on(self) -> None:
+        """Write the line for which it waits."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"\n")
+        self._process.stdin.flush()
 
     def lines(self, deadline: float) -> Iterator[dict[str, Any]]:
         """Yield what it says, each with a name and a value, until it ends.

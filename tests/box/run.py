@@ -1,6 +1,6 @@
 """Run one program on a cluster in a box, in every weather. `make cluster`.
 
-    python tests/box/run.py               all scenarios but those that take minutes
+    python tests/box/run.py               all scenarios but those that take minutes, and the figures
     python tests/box/run.py --long        those too
     python tests/box/run.py NAME ...      these; --list prints them
 
@@ -18,77 +18,170 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 from scenarios import DOWN, SCENARIOS, TOPOLOGIES, Change, Scenario, Topology
 
 import hosts
 from box import Box
 from processes import ROOT
+from router import Weather
 
-LOGS = ROOT / "build" / "box"
 CANNOT = "cannot run here: "
 # A program has so many seconds to begin a session, on a machine that may be busy.
 BEGINNING = 120.0
+# These are bits a second and seconds.
+NARROW, LONG = 20e6, 0.05
+# This is the name of the figures, beside those of the scenarios.
+FIGURES = "figures"
 
 
-def go(box: Box, scenario: Scenario) -> tuple[dict[str, object], float]:
-    """Run the program in a scenario. Return what it said last, and the seconds since the first change."""
-    box.calm()
-    if scenario.weather is not None:
-        for source, target in scenario.ways:
-            box.network.weather(source, target, scenario.weather)
+class Lane:
+    """Runs scenarios, one after the other. It keeps the last box while its workers are of use.
+
+    A context manager.
+    """
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._stack = ExitStack()
+        self._box: Box | None = None
+        # What the program computes in calm weather, by the number of its workers and of its rounds.
+        self._calm: dict[tuple[int, int], str] = {}
+        self._topologies = {topology.name: topology for topology in TOPOLOGIES}
+
+    def __enter__(self) -> Lane:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self._box = None
+        self._stack.close()
+
+    def _of(self, topology: Topology) -> Box:
+        if self._box is None or self._box.topology != topology:
+            self._end()
+            logs = self._logs / topology.name
+            shutil.rmtree(logs, ignore_errors=True)
+            logs.mkdir(parents=True)
+            self._box = self._stack.enter_context(Box(topology, logs, {}))
+        return self._box
+
+    def run(self, scenario: Scenario) -> tuple[str, str]:
+        """Run a scenario. Return what is wrong, or nothing, and what was seen."""
+        topology = self._topologies[scenario.topology]
+        wanted = self._wanted(len(topology.workers), scenario.rounds)
+        said, seconds = go(self._of(topology), scenario)
+        wrong = verdict(scenario, said, wanted, seconds)
+        if wrong or scenario.spoils:
+            self._end()
+        lengths = [f"{length:g}" for length in said.get("rounds", ())]
+        seen = f"{seconds:.1f} s" + (f", rounds of {' '.join(lengths)}" if lengths else "")
+        return wrong, seen + (f": {str(said['failed'])[:300]}" if "failed" in said and not wrong else "")
+
+    def _wanted(self, workers: int, rounds: int) -> str:
+        if (workers, rounds) not in self._calm:
+            name = next(t.name for t in TOPOLOGIES if len(t.workers) == workers)
+            scenario = Scenario("calm", "nothing", name, rounds=rounds)
+            said, _ = go(self._of(self._topologies[name]), scenario)
+            assert "result" in said, f"in calm weather: {said.get('failed', said)}"
+            self._calm[workers, rounds] = said["result"]
+        return self._calm[workers, rounds]
+
+    def figures(self) -> tuple[str, str]:
+        """Measure throughput against the link's own. Return what is too low, or nothing, and the figures."""
+        weathers = {"long": Weather(delay=LONG / 2), "narrow": Weather(rate=NARROW)}
+        box = self._of(self._topologies["rack"])
+        box.calm()
+        found: dict[str, float] = {}
+        with box.run({}, "measured.py") as program:
+            for line in program.lines(time.monotonic() + BEGINNING + 120):
+                if "at" in line:
+                    box.network.weather("*", "*", weathers.get(line["at"], Weather()))
+                    program.go_on()
+                found |= line.get("found", {})
+        box.calm()
+        if not found:
+            return "it did not end well, see build/box/rack/master.log", ""
+        delayed = found["operations a second at 50 ms"] / found["operations a second"]
+        parts = {name: found[name] / NARROW for name in found if not name.startswith("operations")}
+        low = [f"{name} {part:.3f}" for name, part in parts.items() if part < 0.9]
+        low += [f"operations {delayed:.3f}"] if delayed < 0.95 else []
+        told = f"{found['operations a second']:,.0f} operations a second, at 50 ms {delayed:.3f} of that"
+        told += "; of 20 Mbit/s " + ", ".join(f"{name} {part:.3f}" for name, part in parts.items())
+        return f"too low: {', '.join(low)}" if low else "", told
+
+
+def go(box: Box, scenario: Scenario) -> tuple[dict[str, Any], float]:
+    """Run the program in a scenario. Return what it said, and the seconds since the first change."""
+    _settled(box, scenario)
     pending = list(scenario.changes)
+    # Each entry has a time, a change, and whether it begins then.
     due: list[tuple[float, Change, bool]] = []
-    said: dict[str, object] = {}
-    first = began = time.monotonic()
-    deadline = began + BEGINNING + scenario.within
-    options = {"rounds": scenario.rounds, "pace": scenario.pace, "begin": dict(scenario.begin)}
+    said: dict[str, Any] = {}
+    first = time.monotonic()
+    deadline = first + BEGINNING + scenario.within
+    options = {"rounds": scenario.rounds, "begin": dict(scenario.begin), **scenario.options}
     with box.run(options) as program:
         try:
             for line in program.lines(deadline):
-                said |= {name: value for name, value in line.items() if name not in ("time",)}
+                said |= line
                 for change in [one for one in pending if said.get("at") == f"round {one.round}"]:
                     pending.remove(change)
                     due.append((time.monotonic() + change.wait, change, True))
                 for entry in [one for one in due if one[0] <= time.monotonic()]:
                     due.remove(entry)
                     _, change, begins = entry
-                    befall(box, scenario, change, begins)
-                    if begins:
-                        first = time.monotonic()
-                        deadline = first + scenario.within
-                        due.append((first + change.seconds, change, False))
+                    if not begins:
+                        _end(box, scenario, change)
+                        continue
+                    _begin(box, change)
+                    first = time.monotonic()
+                    deadline = first + scenario.within
+                    due.append((first + change.seconds, change, False))
         except TimeoutError as error:
             said["late"] = str(error)
         finally:
             for _, change, begins in due:
-                if not begins and change.what == "stop":
-                    box.hosts[change.host].go_on()
+                if not begins:
+                    _end(box, scenario, change)
             box.calm()
     return said, time.monotonic() - first
 
 
-def befall(box: Box, scenario: Scenario, change: Change, begins: bool) -> None:
-    """Begin or end a change."""
+def _settled(box: Box, scenario: Scenario) -> None:
+    """Bring the weather that holds all the time."""
+    box.calm()
+    for source, target in scenario.ways if scenario.weather is not None else ():
+        box.network.weather(source, target, scenario.weather)
+
+
+def _begin(box: Box, change: Change) -> None:
     if change.what == "stop":
-        host = box.hosts[change.host]
-        host.stop() if begins else host.go_on()
+        box.hosts[change.host].stop()
     elif change.what == "vanish":
         for way in ((change.host, "*"), ("*", change.host)):
             box.network.weather(*way, DOWN)
         box.hosts[change.host].vanish()
-    elif begins:
-        assert not isinstance(change.what, str)
+    else:
         for source, target in change.ways:
             box.network.weather(source, target, change.what)
-    else:
-        box.calm()
-        if scenario.weather is not None:
-            for source, target in scenario.ways:
-                box.network.weather(source, target, scenario.weather)
 
 
-def verdict(scenario: Scenario, said: Mapping[str, object], wanted: str, seconds: float) -> str:
+def _end(box: Box, scenario: Scenario, change: Change) -> None:
+    if change.what == "stop":
+        box.hosts[change.host].go_on()
+    elif change.what != "vanish":
+        _settled(box, scenario)
+
+
+def verdict(scenario: Scenario, said: Mapping[str, Any], wanted: str, seconds: float) -> str:
     """Return what is wrong; nothing if it came as it must."""
     if "late" in said:
         return f"{said['late']}: {scenario.within:g} s, it last was at {said.get('at', 'the beginning')}"
@@ -106,73 +199,33 @@ def verdict(scenario: Scenario, said: Mapping[str, object], wanted: str, seconds
     )
 
 
-class Boxes:
-    """The box of the last topology, while its workers are of use."""
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._box: Box | None = None
-
-    def of(self, topology: Topology) -> Box:
-        if self._box is None or self._box.topology != topology:
-            self.end()
-            logs = LOGS / topology.name
-            shutil.rmtree(logs, ignore_errors=True)
-            logs.mkdir(parents=True)
-            self._box = self._stack.enter_context(Box(topology, logs, {}))
-        return self._box
-
-    def end(self) -> None:
-        self._box = None
-        self._stack.close()
-
-
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], logs: Path = ROOT / "build" / "box") -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--long", action="store_true", help="also what takes minutes")
     parser.add_argument("--list", action="store_true", help="print the scenarios, and run nothing")
     options = parser.parse_args(arguments)
     by_name = {scenario.name: scenario for scenario in SCENARIOS}
-    if unknown := set(options.names) - by_name.keys():
+    if unknown := set(options.names) - by_name.keys() - {FIGURES}:
         parser.error(f"there is no scenario {', '.join(sorted(unknown))}")
-    chosen = [
-        one
-        for one in SCENARIOS
-        if (one.name in options.names if options.names else options.long or not one.long)
-    ]
+    names = options.names or [one.name for one in SCENARIOS if options.long or not one.long] + [FIGURES]
     if options.list:
-        for one in chosen:
-            print(f"{one.name}: {one.what}")
+        for name in names:
+            print(
+                f"{name}: {by_name[name].what if name in by_name else 'throughput against that of the link'}"
+            )
         return 0
     if why := hosts.unavailable():
         print(f"{CANNOT}{why}")
         return 0
-    topologies = {topology.name: topology for topology in TOPOLOGIES}
-    boxes, wanted, red = Boxes(), dict[tuple[int, int], str](), 0
-    try:
-        for scenario in chosen:
-            topology = topologies[scenario.topology]
-            size = len(topology.workers), scenario.rounds
-            if size not in wanted and scenario.name != "calm":
-                calm = by_name["calm"]._replace(topology="three" if size[0] == 3 else "rack", rounds=size[1])
-                said, _ = go(boxes.of(topologies[calm.topology]), calm)
-                wanted[size] = str(said.get("result"))
-            box = boxes.of(topology)
-            said, seconds = go(box, scenario)
-            wanted.setdefault(size, str(said.get("result")))
-            wrong = verdict(scenario, said, wanted[size], seconds)
-            red += bool(wrong)
-            told = f"RED: {wrong}" if wrong else "green"
-            failed = "" if wrong or "failed" not in said else f": {str(said['failed'])[:200]}"
-            lengths = "".join(f" {length:g}" for length in said.get("rounds", ()))
-            took = f"{seconds:.1f} s{lengths and ', rounds of'}{lengths}"
-            print(f"{scenario.name} ({scenario.what}): {told}, {took}{failed}", flush=True)
-            if wrong or scenario.spoils:
-                boxes.end()
-    finally:
-        boxes.end()
-    print(f"{len(chosen) - red} of {len(chosen)} green")
+    red = []
+    with Lane(logs) as lane:
+        for name in names:
+            wrong, seen = lane.figures() if name == FIGURES else lane.run(by_name[name])
+            red += [name] if wrong else []
+            what = "" if name == FIGURES else f" ({by_name[name].what})"
+            print(f"{name}{what}: {f'RED: {wrong}; ' if wrong else 'green, '}{seen}", flush=True)
+    print(f"{len(names) - len(red)} of {len(names)} green" + (f", red: {', '.join(red)}" if red else ""))
     return 1 if red else 0
 
 

@@ -70,8 +70,9 @@ class Scenario(NamedTuple):
     ways: tuple[Way, ...] = _EVERYWHERE
     changes: tuple[Change, ...] = ()
     rounds: int = 4
-    pace: float = 0.0
     begin: Mapping[str, object] = _NOTHING
+    # Other options of the program.
+    options: Mapping[str, object] = _NOTHING
     # Takes minutes: only with --long.
     long: bool = False
     # The workers are of no use to the next one.

@@ -109,6 +109,8 @@ class Host:
         try:
             assert self._process.stdout is not None
             assert self._process.stdout.readline() == b"up\n", f"{name} has not come up"
+            # This names its process table.
+            self._table = os.readlink(f"{self._folder}/pid_for_children")
             for interface in interfaces:
                 addresses = [address.partition("/")[0] for address in interface.addresses]
                 network.attach(
@@ -205,13 +207,12 @@ class Host:
 
     def processes(self) -> list[int]:
         """Return the numbers of all processes here, as this process sees them."""
-        here = os.readlink(f"{self._folder}/pid_for_children")
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 # It has ended meanwhile.
                 with suppress(OSError):
-                    if os.readlink(entry / "ns" / "pid") == here:
+                    if os.readlink(entry / "ns" / "pid") == self._table:
                         found.append(int(entry.name))
         return found
 
@@ -233,4 +234,4 @@ class Host:
     def vanish(self) -> None:
         """End the host at once, as where its power is cut. Say before that nothing comes from it any more."""
         self._process.kill()
-        until(lambda: not self.processes() if Path(self._folder).exists() else True)
+        until(lambda: not self.processes())

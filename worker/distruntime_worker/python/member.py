@@ -322,7 +322,6 @@ def main(_: Sequence[str]) -> int:
     # A user's function that reads standard input finds nothing there.
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo") if os.environ["MASTER_ADDR"] == "127.0.0.1" else None
     # Its standard input is nobody's, and Python's own debugger would end the function there.
     sys.breakpointhook = pdb.set_trace = _refuse_prompt
     Member(link).serve()

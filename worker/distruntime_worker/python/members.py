@@ -30,6 +30,7 @@ from distruntime.errors import (
 )
 from distruntime.wire.shield import RLock
 
+from ..collectives.listening import interface_of
 from . import children
 from .children import Child, Nursery, Surroundings, readable
 from .handing import Incoming, Outgoing, Stays, read, receive
@@ -205,8 +206,12 @@ class Members:
             self._nursery = children.enter()
         self._generation = call
         self._sent.clear()
+        # By itself gloo takes the interface of this machine's own name, which may lead to no other machine.
+        interface = interface_of(self._around.host("") if self._nodes > 1 else "127.0.0.1")
+        own = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
         for lane, rank in enumerate(self._ranks):
             environment = {
+                **own,
                 **os.environ,
                 "RANK": str(rank),
                 "WORLD_SIZE": str(self._world),

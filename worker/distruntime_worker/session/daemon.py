@@ -474,13 +474,17 @@ class Daemon:
         session = Session(
             peer, hello, self._devices, self._channel, self._published, turn, budget, before, self._refused()
         )
-        session.executor.host = partial(data_host, self._config)
+        session.executor.host = partial(self._data_host, session)
         self._sessions[hello.session] = self._by_peer[peer] = session
         self._served = True
         log.info(
             "session of master %s (torch %s, Python %s) begins", session.master, hello.torch, hello.python
         )
         self._greet(peer, self._about_us(session))
+
+    def _data_host(self, session: Session, proposed: str) -> str:
+        """Return this worker's host for other workers, as `data_host`; the session's own once it has one."""
+        return data_host(self._config, session.host or proposed)
 
     def _refused(self) -> str:
         """Return why this worker opens nothing that its masters have pickled, or nothing."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 
 from distruntime.errors import ConfigurationError
 from distruntime.wire.address import host_of
 
+from ..collectives.listening import tcp_sockets
 from .config import WorkerConfig
 
 _ANY = ("", "*", "0.0.0.0", "::")
@@ -17,7 +19,9 @@ def data_host(config: WorkerConfig, proposed: str) -> str:
     """Return this worker's host for the others: what it was told, else where it listens, else where its
     master reaches it or it its master.
 
-    `proposed` is the host by which the master has dialled this worker, if it has.
+    `proposed` is the host by which the master has dialled this worker, if it has. A name may stand for
+    something else on this machine: for its loopback, or for an interface that leads nowhere. So the address
+    at which connections have come is taken where there is only one.
     """
     if config.data_host:
         return config.data_host
@@ -26,11 +30,39 @@ def data_host(config: WorkerConfig, proposed: str) -> str:
         # This is an ipc address, so all are on this machine.
         return "127.0.0.1"
     host = host_of(address)
-    if config.listen is not None:
-        return proposed if host in _ANY and proposed else "127.0.0.1" if host in _ANY else host
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    if config.listen is None:
+        return _towards(host)
+    return host if host not in _ANY else _reached() or proposed or "127.0.0.1"
+
+
+def _reached() -> str:
+    """Return the address of this machine to which others have connected; nothing where that is not one."""
+    sockets = tcp_sockets()
+    if sockets is None:
+        return ""
+    ports = {port for _, port in sockets.listening}
+    own = {host for (host, port), _ in sockets.connected if port in ports}
+    found = [host for host in own if not ipaddress.ip_address(host).is_loopback]
+    return found[0] if len(found) == 1 else ""
+
+
+def _towards(host: str) -> str:
+    """Return the address of this machine from which packets to a host go out.
+
+    Raise `ConfigurationError` for a host that nobody knows.
+    """
+    try:
+        rows = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the master's host {host!r} is not known on {socket.gethostname()}: {error.strerror}. Name the "
+            "address by which other workers reach this one: --data-address HOST"
+        ) from error
+    # libzmq takes an IPv6 address only where there is no other.
+    family, _, _, _, where = min(rows, key=lambda row: row[0] == socket.AF_INET6)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         # This sends nothing: the system only chooses the interface.
-        probe.connect((host, 9))
+        probe.connect(where)
         return str(probe.getsockname()[0])
 
 

@@ -200,13 +200,18 @@ def _uuid(home: Residence) -> str:
     return next((row.uuid for row in rows if row.name == home.place.local_device), "")
 
 
-def require_done(session: Session, request: Request[object], what: str, limit: float | None = None) -> None:
-    """Block until a worker has answered; raise `ConnectionFailed` unless it has done what was asked."""
+def require_done(
+    session: Session, request: Request[object], what: str, limit: float | None = None, known: str = ""
+) -> None:
+    """Block until a worker has answered; raise `ConnectionFailed` unless it has done what was asked.
+
+    `known` is what else a user should know who asks whether the workers reach each other.
+    """
     patience = MEET.get()
     if not session.result(request, patience if limit is None else limit, quietly=True):
         session.requests.discard(request)
         raise ConnectionFailed(
-            f"{request.node} did not {what} within {patience:.0f} s: can the workers reach each other?"
+            f"{request.node} did not {what} within {patience:.0f} s: can the workers reach each other?{known}"
         )
     if request.lost is not None:
         session.raise_for(request)

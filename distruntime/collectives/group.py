@@ -273,7 +273,8 @@ class Groups:
             session.results(requests, MEET.get())
             # A member that says why not, or is lost, comes first: the others only wait for it.
             for request in sorted(requests, key=lambda r: r.cause is None and r.lost is None):
-                require_done(session, request, f"join {group!r}", 0.0)
+                known = "" if request.done else self.meeting.addresses(request.node, group.own)
+                require_done(session, request, f"join {group!r}", 0.0, known)
         finally:
             for request in requests:
                 session.requests.discard(request)

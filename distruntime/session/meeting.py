@@ -140,6 +140,28 @@ class Meeting:
                 "of ssh's away?"
             )
 
+    def addresses(self, late: Node, nodes: Iterable[Node]) -> str:
+        """Return sentences that say where these nodes listen for each other, and how `late` tries an address.
+
+        Nothing where they meet in another way than by TCP.
+        """
+        found = {
+            request.node: str(request.value)
+            for request in self._asked
+            if request.done and request.cause is None and request.lost is None
+        }
+        tcp = {node: found[node] for node in nodes if found.get(node, "").startswith("tcp://")}
+        others = [address for node, address in tcp.items() if node is not late]
+        if self.session.routes is not None or late not in tcp or not others:
+            return ""
+        told = ", ".join(f"{node} at {address}" for node, address in tcp.items())
+        host, port = host_of(others[0]), others[0].rpartition(":")[2]
+        return (
+            f" They listen for each other: {told}. Each must reach the others there, and at the ports that "
+            f"the data channel opens on these hosts. On {late.host}, this shows it: nc -vz {host} {port}. A "
+            "worker that others reach elsewhere starts with --data-address HOST"
+        )
+
     def require_routes(self, nodes: Iterable[int], direct: str = "") -> None:
         """Raise `ConnectionFailed` unless these nodes reach each other.
 

@@ -41,7 +41,7 @@ class Box:
             self._key = KeyPair.generate()
             for name, interfaces in self.topology.hosts.items():
                 made = [Interface(*interface) for interface in interfaces]
-                names = self.topology.names
+                names = {**self.topology.names, **self.topology.seen.get(name, {})}
                 self.hosts[name] = stack.enter_context(Host(name, self.network, made, names))
                 self._give_key(self.hosts[name])
             for name, address in self.topology.nat.items():

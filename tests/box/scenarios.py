@@ -39,6 +39,8 @@ class Topology(NamedTuple):
     # Hosts behind NAT, and their address outside.
     nat: Mapping[str, str] = MappingProxyType({})
     weather: tuple[tuple[str, str, Weather], ...] = ()
+    # What `/etc/hosts` says on a host instead.
+    seen: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType({})
 
 
 class Change(NamedTuple):
@@ -160,6 +162,24 @@ TOPOLOGIES = (
             },
             names={MASTER: ("10.77.0.1",), "gpu1": ("10.99.0.11",), "gpu2": ("10.99.0.12",)},
             **_DIAL,
+        ),
+    ),
+    Topology(
+        "own-names",
+        "the name of each host stands for 127.0.1.1 there, as Debian has it",
+        **_rack(2, seen={name: {name: ("127.0.1.1",)} for name in (MASTER, "gpu1", "gpu2")}),  # type: ignore[arg-type]
+    ),
+    Topology(
+        "names-differ",
+        "the workers' names stand for the interface that leads nowhere on the workers, and not on the master",
+        **_rack(  # type: ignore[arg-type]
+            2,
+            hosts={
+                MASTER: _four(1),
+                "gpu1": (*_four(11), ("ib0", ("10.99.0.11/24",), 1500, False)),
+                "gpu2": (*_four(12), ("ib0", ("10.99.0.12/24",), 1500, False)),
+            },
+            seen={name: {"gpu1": ("10.99.0.11",), "gpu2": ("10.99.0.12",)} for name in ("gpu1", "gpu2")},
         ),
     ),
     Topology(
@@ -302,6 +322,8 @@ SCENARIOS = (
     Scenario("two-racks", "20 ms between racks", "two-racks"),
     Scenario("two-interfaces", "an interface that leads nowhere", "two-interfaces"),
     Scenario("two-interfaces-dial", "an interface that leads nowhere, workers dial", "two-interfaces-dial"),
+    Scenario("own-names", "a host's own name stands for 127.0.1.1", "own-names"),
+    Scenario("names-differ", "names stand for other addresses on the workers", "names-differ"),
     Scenario("ipv6", "IPv6 only", "ipv6"),
     Scenario("ipv6-names", "IPv6 only, by name", "ipv6-names"),
     Scenario("ipv6-dial", "IPv6 only, workers dial", "ipv6-dial"),

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..collectives.group import groups_of
 from ..errors import (
+    ConnectionFailed,
     DistruntimeError,
     InternalError,
     NotSupportedError,
@@ -103,8 +104,27 @@ class _Team:
                 self._address = host, port
             case _:
                 raise InternalError(f"a worker's store is at {found!r:.80}")
+        self._meet(node)
         self._code: dict[bytes, dict[Node, Handle]] = {}
         self._callees: dict[tuple[object, ...], Callee] = {}
+
+    def _meet(self, first: Node) -> None:
+        """Have all workers reach the store at the first one. Block until they have.
+
+        Raise `ConnectionFailed` if one cannot within the time that workers have to find each other.
+        """
+        reach, (host, port) = Callee("dr.spmd", "method reach"), self._address
+        asked = {
+            node: invoke(reach, _of_objects, (members, host, port), {}, None, _keep)
+            for node, members in self._members.items()
+        }
+        for node, request in asked.items():
+            if why := fetch(request):
+                raise ConnectionFailed(
+                    f"{node} does not reach {first} at {host}:{port}, where the processes of dr.spmd meet: "
+                    f"{why}. They listen at ports that the system gives out, so all ports must be open "
+                    f"between these hosts. On {node.host}, this shows whether one is: nc -vz {host} {port}"
+                )
 
     def _code_at(self, code: Code, node: Node) -> _Sent:
         there = self._code.pop(code.digest, {})

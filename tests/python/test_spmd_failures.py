@@ -22,7 +22,8 @@ from torch import nn
 
 import distruntime as dr
 from distruntime_worker.python.children import readable
-from processes import until
+from distruntime_worker.python.outcomes import Outcomes
+from processes import free_port, until
 
 
 def works(mesh: dr.mesh.DeviceMesh) -> bool:
@@ -324,3 +325,11 @@ def test_a_worker_may_have_more_files_than_select_takes() -> None:
         os.close(reads)
         os.close(writes)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_store_that_is_not_reached_is_given_up_in_time() -> None:
+    outcomes, looked = Outcomes(2), list[int]()
+    why = outcomes.connect("127.0.0.1", free_port(), lambda: looked.append(1), 0.3)
+    assert "127.0.0.1" in why and "\n" not in why and looked
+    # Where all members are on one worker, there is no store to reach.
+    assert Outcomes(1).connect("127.0.0.1", free_port(), lambda: looked.append(1), 0.3) == ""

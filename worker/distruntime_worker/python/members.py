@@ -28,6 +28,7 @@ from distruntime.errors import (
     StreamCancelled,
     WaitTimeout,
 )
+from distruntime.wire.deadlines import MEET
 from distruntime.wire.shield import RLock
 
 from ..collectives.listening import interface_of
@@ -109,6 +110,13 @@ class Members:
         host = self._around.host(proposed)
         return host, self._outcomes.listen(host)
 
+    def reach(self, host: str, port: int) -> str:
+        """Reach the store of the mesh, before all calls; return why that was not possible, or nothing."""
+        if here.call is not None:
+            here.call.poll()
+        with self._around.paused():
+            return self._outcomes.connect(host, port, partial(self._check, "dr.spmd", None), MEET.get())
+
     # -- one call --------------------------------------------------------------------------------------------
 
     def run(
@@ -137,7 +145,6 @@ class Members:
         with self._around.paused(), self._alone(check):
             results: list[object] = []
             try:
-                self._outcomes.connect(host, port, check)
                 self._catch_up(call)
                 self._start(call, host, port, name, check)
                 shown = [
@@ -165,7 +172,6 @@ class Members:
         check = partial(self._check, name, time.monotonic() + _TELLING)
         with self._around.paused(), self._alone(check):
             if self._ran < call:
-                self._outcomes.connect(host, port, check)
                 self._catch_up(call)
                 why = f"{name} {_NOT_BEGUN} {self._node} of the mesh: an argument of it had failed"
                 self._fail(call, RuntimeError(why))

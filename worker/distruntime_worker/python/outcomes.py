@@ -54,16 +54,23 @@ class Outcomes:
         port: int = self._server.port
         return port
 
-    def connect(self, host: str, port: int, check: Check) -> None:
-        """Reach the store, if there are other workers."""
+    def connect(self, host: str, port: int, check: Check, limit: float) -> str:
+        """Reach the store, if there are other workers. Return why it was not reached within so many seconds.
+
+        Nothing if it was.
+        """
+        until = time.monotonic() + limit
         while self._workers > 1 and self._store is None:
             try:
                 store = TCPStore(host, port, is_master=False, timeout=_DIAL, wait_for_workers=False)
-            except torch.distributed.DistError:
+            except torch.distributed.DistError as error:
                 check()
+                if time.monotonic() > until:
+                    return str(error).partition("\n")[0].rstrip(".")
                 continue
             store.set_timeout(MEETING)
             self._store = PrefixStore("calls", store)
+        return ""
 
     def look(self, call: int, check: Check) -> None:
         """Raise what another worker has told of the call, or what ends it here."""

@@ -110,7 +110,7 @@ piece: .venv/.tests
 	$(BIN)/python .ci/pieces.py $(ARGS)
 
 # It goes on behind a lane that fails, and fails at the end. ARGS="docs accelerator" runs some of them.
-LANES = $(or $(ARGS),check docs test-all test-machines accelerator gpu-simulated examples bench-quick ecosystem torch-tests long)
+LANES = $(or $(ARGS),check docs test-all test-machines cluster accelerator gpu-simulated examples bench-quick ecosystem torch-tests long)
 
 lanes:
 	@mkdir -p build/lanes; failed=0; \

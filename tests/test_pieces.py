@@ -67,6 +67,10 @@ def test_every_benchmark_machine_and_library_has_a_turn() -> None:
     machines = set(re.findall(r'Condition\(\s*"([^"]+)"', MACHINES.read_text(encoding="utf-8")))
     # `.ci/run` has the two of oneDNN at each commit.
     assert machines - here == {"onednn-avx2", "onednn-sse41"} and here < machines
+    scenarios = (ROOT / "tests" / "box" / "scenarios.py").read_text(encoding="utf-8")
+    # Two take their turn with none: what nothing befalls is run for the others, and 300 s are long.
+    befall = set(re.findall(r'Scenario\(\s*"([^"]+)"', scenarios)) - {"calm", "drop-300"}
+    assert {name for lot in LOTS["cluster"] for name in lot.split()} == befall | {"figures"}
     libraries = set(re.findall(r'@case\(\s*"([^"]+)"', cases))
     assert libraries - {name for lot in LOTS["ecosystem"] for name in lot.split()} == set()
 

@@ -42,7 +42,9 @@ class Box:
             for name, interfaces in self.topology.hosts.items():
                 made = [Interface(*interface) for interface in interfaces]
                 names = {**self.topology.names, **self.topology.seen.get(name, {})}
-                self.hosts[name] = stack.enter_context(Host(name, self.network, made, names))
+                self.hosts[name] = stack.enter_context(
+                    Host(name, self.network, made, names, self.topology.nameservers)
+                )
                 self._give_key(self.hosts[name])
             for name, address in self.topology.nat.items():
                 self.network.translate(name, address)
@@ -51,7 +53,7 @@ class Box:
                 self.start_worker(name)
             if not self.topology.dial:
                 for name in self.topology.workers:
-                    until(lambda name=name: "listening on" in self.said(name), STARTING)
+                    self._await_worker(name)
             self._stack = stack.pop_all()
         return self
 
@@ -82,6 +84,11 @@ class Box:
             self.workers[name] = self.hosts[name].start(
                 [sys.executable, "-m", "distruntime_worker", *words], self._variables, log
             )
+
+    def _await_worker(self, name: str) -> None:
+        process = self.workers[name]
+        until(lambda: "listening on" in self.said(name) or process.poll() is not None, STARTING)
+        assert process.poll() is None, f"the worker of {name} has ended:\n{self.said(name)}"
 
     def said(self, name: str) -> str:
         """Return what a worker has printed."""

@@ -1,0 +1,128 @@
+"""The cluster in a box: three of its scenarios, and that nothing of it is left. The lane has the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hosts
+from hosts import Host, Interface
+from lane_modules import modules_of
+from processes import Child, until
+from router import Router, Weather
+
+BOX = Path(__file__).resolve().parent / "box"
+_WHY = hosts.unavailable()
+needs_hosts = pytest.mark.skipif(bool(_WHY), reason=_WHY)
+
+with modules_of(BOX) as module:
+    lane, scenarios = module("run"), module("scenarios")
+BY_NAME = {scenario.name: scenario for scenario in scenarios.SCENARIOS}
+
+
+def test_every_scenario_has_a_topology_and_a_name_of_its_own() -> None:
+    topologies = [topology.name for topology in scenarios.TOPOLOGIES]
+    assert len(set(topologies)) == len(topologies) and len(BY_NAME) == len(scenarios.SCENARIOS)
+    assert {scenario.topology for scenario in scenarios.SCENARIOS} == set(topologies)
+
+
+def test_where_there_can_be_no_hosts_the_lane_says_why_and_fails_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(hosts, "unavailable", lambda: "there is no /dev/net/tun")
+    assert lane.main([], tmp_path) == 0
+    assert capsys.readouterr().out == "cannot run here: there is no /dev/net/tun\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "outcome", "wrong"),
+    [
+        ({"result": "a"}, "equal", ""),
+        ({"result": "b"}, "equal", "it computed b, and not a"),
+        ({"failed": "NodeFailed: node 1"}, "equal", "NodeFailed: node 1"),
+        ({"failed": "NodeFailed: node 1"}, "node 1", ""),
+        ({"failed": "NodeFailed: node 0"}, "node 1", "the words do not match 'node 1': NodeFailed: node 0"),
+        ({"result": "a"}, "node 1", "it did not fail, and must: node 1"),
+        ({"late": "not in time", "at": "round 2"}, "equal", "not in time: 9 s, it last was at round 2"),
+    ],
+)
+def test_a_scenario_is_green_only_as_it_must_come(said: dict[str, Any], outcome: str, wrong: str) -> None:
+    scenario = scenarios.Scenario("tried", "", "rack", outcome=outcome, within=9)
+    assert lane.verdict(scenario, said, "a", 1.0) == wrong
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with lane.Lane(tmp_path_factory.mktemp("box")) as made:
+        yield made
+
+
+@needs_hosts
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["drop-2", "names-differ", "ipv6-dial"])
+@pytest.mark.slow(reason="starts workers on hosts of their own, and a master: 20 s")
+def test_a_scenario(running: Any, name: str) -> None:
+    wrong, seen = running.run(BY_NAME[name])
+    assert not wrong, f"{wrong}; {seen}"
+
+
+@needs_hosts
+@pytest.mark.slow(reason="makes hosts, 1 s")
+def test_the_weather_is_as_it_was_said() -> None:
+    serve = (
+        "import socket\n"
+        "with socket.create_server(('', 5000)) as server:\n"
+        "    print('up', flush=True)\n"
+        "    while True:\n"
+        "        with server.accept()[0] as one: one.sendall(b'x')\n"
+    )
+    dial = (
+        f'{sys.executable} -c "import socket, time; began = time.monotonic(); '
+        "socket.create_connection(('two', 5000), 1).recv(1); print(time.monotonic() - began)\""
+    )
+    names = {"one": ("10.77.0.1",), "two": ("10.77.0.2",)}
+    with (
+        Router() as network,
+        Host("one", network, [Interface("eth0", ("10.77.0.1/16",))], names) as one,
+        Host("two", network, [Interface("eth0", ("10.77.0.2/16",))], names) as two,
+    ):
+        assert one.do("cat /proc/sys/kernel/hostname").strip() == "one"
+        process = two.start([sys.executable, "-c", serve], {}, subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        # Here and back twice: the connection, and the letter.
+        network.weather("*", "*", Weather(delay=0.05))
+        assert float(one.do(dial)) > 0.2
+        network.calm()
+        for weather in (Weather(up=False), Weather(ports=(22,)), Weather(loss=1.0)):
+            network.weather("one", "two", weather)
+            with pytest.raises(AssertionError, match="timed out"):
+                one.do(dial)
+        assert {name for name, count in network.counts().items() if count} >= {"down", "closed", "lost"}
+        network.weather("one", "two", Weather(ports=(22, 5000)))
+        assert float(one.do(dial)) < 1.0
+
+
+def hold() -> None:
+    """The child: make a host with a process, and wait."""
+    with Router() as network, Host("held", network, [Interface("eth0", ("10.77.0.1/16",))], {}) as host:
+        host.start(["sleep", "600"], {}, subprocess.DEVNULL)
+        until(lambda: len(host.processes()) == 2)
+        print("processes", *host.processes())
+        sys.stdin.readline()
+
+
+@needs_hosts
+@pytest.mark.slow(reason="makes a host in a process of its own, 2 s")
+def test_nothing_is_left_of_who_was_killed() -> None:
+    with Child(hold) as child:
+        inside = [int(pid) for pid in child.expect("processes").split()]
+        assert len(inside) == 2
+        os.kill(child.pid, signal.SIGKILL)
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in inside))

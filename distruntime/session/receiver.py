@@ -193,6 +193,12 @@ class Receiver:
             case _:
                 raise ProtocolError(f"a worker does not send {type(message).__name__}")
 
+    def _why(self, detail: str) -> str:
+        """Return why a connection may have ended: libzmq closes one that is silent, and does not say so."""
+        silence = self._session.channel.silence
+        why = "the connection was closed" + (f", or brought nothing for {silence:g} s" if silence else "")
+        return why + (f" ({detail})" if detail else "")
+
     def _look(self) -> None:
         events = self._session.channel.events()
         # What came through a connection is there before the report of its end: a worker that has left is not
@@ -203,9 +209,7 @@ class Receiver:
         for event in events:
             node = self.by_peer.get(event.peer) if event.peer is not None else None
             if event.kind == "disconnected" and node is not None:
-                self._session.cut(
-                    node, "the connection was closed" + (f" ({event.detail})" if event.detail else "")
-                )
+                self._session.cut(node, self._why(event.detail))
             else:
                 self._session.connector.happened(event)
         for node in self._session.nodes[: len(self._session.workers)]:

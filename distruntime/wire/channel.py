@@ -135,6 +135,8 @@ class Channel:
         # It counts the bytes of messages without their peers' names.
         self.sent_bytes = 0
         self.keys = keys
+        # A connection is closed here that has brought nothing for so many seconds; 0: none is.
+        self.silence = silence
         # It is True once nobody has to prove who they are at some address of this channel: no pickle that
         # comes through it is opened.
         self.unproven = keys is None and listen is not None and needs_key(listen)

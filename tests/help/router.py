@@ -155,7 +155,7 @@ class _Switch:
         while True:
             wait = None
             if self.waiting:
-                # poll counts in thousandths, and waits no shorter than it was told.
+                # This is in thousandths of a second, and poll waits no shorter.
                 wait = max(0.0, (self.waiting[0][0] - time.monotonic()) * 1000)
             for descriptor, _ in self.poll.poll(wait):
                 if descriptor:

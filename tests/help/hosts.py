@@ -171,6 +171,8 @@ class Host:
         if self._process.stdout is not None:
             self._process.stdout.close()
         for process in self._started:
+            # It is nsenter, which is still there where it stands still with what it has started.
+            process.kill()
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
@@ -223,6 +225,9 @@ class Host:
     def go_on(self) -> None:
         """Let every process run again."""
         self._signal(signal.SIGCONT)
+        # nsenter stops itself with what it has started.
+        for process in self._started:
+            process.send_signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
         # One that was forked meanwhile is seen the second time.

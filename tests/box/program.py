@@ -41,7 +41,7 @@ def rounds(number: int, spmd: bool) -> Iterator[list[Tensor]]:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     stages = [nn.Linear(32, 32).to(place) for place in places]
-    pipe = dr.pipeline(stages, microbatches=2, schedule="1F1B", loss_fn=nn.functional.mse_loss)
+    pipe = dr.pipeline(stages, microbatches=4, schedule="1F1B", loss_fn=nn.functional.mse_loss)
     numbers = torch.Generator().manual_seed(3)
     weights = [torch.randn(32, 32, generator=numbers).to(place) / 6 for place in places]
     shared = [torch.randn(SHARED, generator=numbers).to(place) for place in places]

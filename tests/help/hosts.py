@@ -225,7 +225,7 @@ class Host:
     def go_on(self) -> None:
         """Let every process run again."""
         self._signal(signal.SIGCONT)
-        # nsenter stops itself with what it has started.
+        # It is nsenter, which stands still with what it has started.
         for process in self._started:
             process.send_signal(signal.SIGCONT)
 

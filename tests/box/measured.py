@@ -64,7 +64,7 @@ def main(options: dict[str, Any]) -> int:
     ask("narrow")
     bits = BULK * 32
 
-    def arrives(target: dr.Place, tensor: torch.Tensor) -> None:
+    def arrives(target: dr.types.Place, tensor: torch.Tensor) -> None:
         tensor.to(target)
         dr.synchronize()
 

@@ -35,13 +35,13 @@ def rounds(number: int, spmd: bool) -> Iterator[list[Tensor]]:
     torch.manual_seed(7)
     nodes = [node.index for node in dr.nodes()]
     places = [dr.place(node, "cpu") for node in nodes]
-    group = dr.new_group(nodes)
+    group = dr.distributed.new_group(nodes)
     mesh = dr.init_device_mesh("cpu", (len(nodes),), mesh_dim_names=("data",))
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8)).to(mesh.device)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     stages = [nn.Linear(32, 32).to(place) for place in places]
-    pipe = dr.pipeline(stages, microbatches=4, schedule="1F1B", loss_fn=nn.functional.mse_loss)
+    pipe = dr.parallel.pipeline(stages, microbatches=4, schedule="1F1B", loss_fn=nn.functional.mse_loss)
     numbers = torch.Generator().manual_seed(3)
     weights = [torch.randn(32, 32, generator=numbers).to(place) / 6 for place in places]
     shared = [torch.randn(SHARED, generator=numbers).to(place) for place in places]
@@ -65,7 +65,7 @@ def rounds(number: int, spmd: bool) -> Iterator[list[Tensor]]:
         there = torch.randn(UPLOAD, generator=numbers).to(places[k % len(places)])
         found.append(dr.fetch_async(there * 2).result(600))
         # From worker to worker, and all at once.
-        dr.all_reduce(shared, group=group)
+        dr.distributed.all_reduce(shared, group=group)
         shared = [x / len(places) + j for j, x in enumerate(shared)]
         moved = shared[k % len(places)].to(places[(k + 1) % len(places)])
         found += [x[::1000].cpu() for x in (*shared, moved)]

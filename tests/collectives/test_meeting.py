@@ -24,13 +24,13 @@ def test_the_error_says_where_the_workers_listen_and_how_to_try_it(
             workers.append(ListeningWorker(tmp_path / name, "--listen", "tcp://127.0.0.1:0", "--insecure"))
             stack.callback(workers[-1].stop)
         fresh_session(workers=[worker.address for worker in workers], insecure=True)
-        dr.new_group([0, 1])
+        dr.distributed.new_group([0, 1])
         monkeypatch.setenv("DISTRUNTIME_MEET_TIMEOUT", "1")
         with (
             stopped(workers[1].process.pid),
-            pytest.raises(dr.ConnectionFailed, match="did not join") as caught,
+            pytest.raises(dr.errors.ConnectionFailed, match="did not join") as caught,
         ):
-            dr.new_group([0, 1])
+            dr.distributed.new_group([0, 1])
         stack.callback(dr.shutdown)
     said = str(caught.value)
     assert "can the workers reach each other? They listen for each other: node 0" in said

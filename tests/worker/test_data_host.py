@@ -27,7 +27,9 @@ def test_a_name_that_has_only_ipv6_is_dialled_by_it(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_master_whose_name_is_unknown_is_said_to_be_unknown() -> None:
-    with pytest.raises(dr.ConfigurationError, match=r"host 'no-such\.invalid' is not known.*--data-address"):
+    with pytest.raises(
+        dr.errors.ConfigurationError, match=r"host 'no-such\.invalid' is not known.*--data-address"
+    ):
         address.data_host(WorkerConfig(master="tcp://no-such.invalid:1"), "")
 
 

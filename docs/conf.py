@@ -52,65 +52,67 @@ napoleon_numpy_docstring = False
 # Fields of a dataclass have entries of their own; a second one would be a duplicate.
 napoleon_use_ivar = True
 
-# README.md cannot hold the table of contents, since GitHub would print it.
-# A page of docs/ that the table does not name comes last.
-CONTENTS = """
+# The pages by what a reader needs. README.md cannot hold the tables, since GitHub would print them.
+PARTS = {
+    "Learn": ["tutorial", "examples"],
+    "Do": [
+        "porting",
+        "ssh",
+        "launching",
+        "service",
+        "sharing_a_worker",
+        "notebooks",
+        "async",
+        "publishing",
+        "checkpoints",
+        "functions",
+        "data",
+        "shipping",
+        "groups",
+        "meshes",
+        "pipelines",
+        "spmd",
+        "layers",
+        "primitives",
+        "slow",
+        "programs",
+        "compile",
+        "timeline",
+        "looking",
+        "testing",
+        "gpu",
+    ],
+    "Understand": ["design", "sessions", "streams", "data_channel", "security", "accelerators", "scaling"],
+    "Look up": [
+        "places",
+        "limits",
+        "environment",
+        "protocol",
+        "ecosystem",
+        "from_other_systems",
+        "benchmarks",
+        "torch_tests",
+        "upstream",
+        "reference/*",
+    ],
+}
 
-```{toctree}
-:hidden:
-:caption: Guide
-:glob:
-docs/tutorial
-docs/names
-docs/porting
-docs/ecosystem
-docs/notebooks
-docs/slow
-docs/timeline
-docs/sessions
-docs/publishing
-docs/checkpoints
-docs/data
-docs/shipping
-docs/places
-docs/streams
-docs/programs
-docs/compile
-docs/meshes
-docs/pipelines
-docs/primitives
-docs/layers
-docs/ssh
-docs/data_channel
-docs/looking
-docs/sharing_a_worker
-docs/security
-docs/limits
-docs/gpu
-docs/torch_tests
-docs/environment
-docs/design
-docs/protocol
-docs/*
-```
-```{toctree}
-:hidden:
-:caption: Reference
-:glob:
-docs/reference/*
-```
-```{toctree}
-:hidden:
-:caption: Project
-CONTRIBUTING
-CHANGELOG
-SECURITY
-```
-"""
+
+def contents(caption: str, pages: list[str]) -> str:
+    """Return a table of contents that only the site shows."""
+    return "\n".join(["", "```{toctree}", ":hidden:", f":caption: {caption}", ":glob:", *pages, "```", ""])
+
+
+CONTENTS = "\n".join(
+    [
+        *(contents(caption, [f"docs/{page}" for page in pages]) for caption, pages in PARTS.items()),
+        contents("Project", ["CONTRIBUTING", "CHANGELOG", "SECURITY"]),
+    ]
+)
 
 
 def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
-    """Put the table of contents on the first page."""
+    """Put the tables of contents on the first page."""
     if page == root_doc:
         source[0] += CONTENTS
 

@@ -22,17 +22,12 @@ PAGES = {page: steps(path.read_text(encoding="utf-8")) for page, path in TEXTS.i
 NOT_HERE = [
     ("README", "pip install .       #", "it would install into the environment of the tests"),
     ("README", "python$", "the steps below it are what one types there"),
-    ("README", "distruntime-worker --listen tcp://0.0.0.0:29400$", "the same command stands below, and runs"),
-    (
-        "README",
-        'dr.init_master_worker(backend="zmq", workers=["tcp://gpu1',
-        "the session of the page is open",
-    ),
     ("README", 'dr.init_master_worker(workers=["ssh://', "the machines gpubox and gpubox2"),
+    ("README", 'dr.init_master_worker(workers=["tcp://', "the daemons of gpu1 and gpu2"),
     ("README", "make ", "it makes an environment; test_examples.py runs the demo"),
     ("README", "pip install . --extra-index-url", "it would install into the environment of the tests"),
-    ("README", 'dr.init_master_worker(backend="zmq", listen=', "eight machines that dial"),
-    ("README", "distruntime-worker --master tcp://here", "the machine that it dials"),
+    ("launching", "dr.init_master_worker(listen=", "eight machines that dial"),
+    ("launching", "distruntime-worker --master tcp://here", "the machine that it dials"),
     ("gpu", "make gpu", "a GPU"),
     ("launching", "salloc ", "a cluster of Slurm; tests/launching/test_slurm.py has one"),
     ("launching", "distruntime launch --slurm", "a cluster of Slurm; tests/launching/test_slurm.py has one"),
@@ -54,7 +49,7 @@ NOT_HERE = [
 # The figures of these steps differ, and so do their units: what stands before them counts.
 FIGURES = ("python -m distruntime comm ",)
 # The tests of these pages are quick ones. All pages together take minutes.
-QUICK = ("README", "async", "checkpoints", "layers", "meshes", "pipelines", "primitives", "testing")
+QUICK = ("README", "async", "checkpoints", "groups", "layers", "meshes", "pipelines", "primitives", "testing")
 
 
 def has(step: Step, begin: str) -> bool:

@@ -85,7 +85,7 @@ def test_a_change_that_does_not_fit_is_noticed(tmp_path: Path) -> None:
             change(tmp_path, wrong)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.slow(reason="makes a copy of the tree for each change, and starts workers in it")
 @pytest.mark.parametrize("name", WALKS)
 def test_a_change_is_made_as_the_page_says(name: str, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_change_is_made_as_the_page_says(name: str, tmp_path: Path) -> None:
     tree.mkdir()
     for part in PARTS:
         if (ROOT / part).is_dir():
-            shutil.copytree(ROOT / part, tree / part, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / part, tree / part)
         else:
             shutil.copy(ROOT / part, tree / part)
     home = tmp_path / "home"
@@ -104,6 +104,8 @@ def test_a_change_is_made_as_the_page_says(name: str, tmp_path: Path) -> None:
         "PYTHONPATH": os.pathsep.join([str(tree), str(tree / "worker")]),
         "HOME": str(home),
         "OMP_NUM_THREADS": "1",
+        # A busy machine takes long to start a worker from a fresh tree.
+        "DISTRUNTIME_TIMEOUT": "200",
         "DISTRUNTIME_STATE": str(home / ".local" / "state" / "distruntime"),
     }
     ran = 0
@@ -117,7 +119,7 @@ def test_a_change_is_made_as_the_page_says(name: str, tmp_path: Path) -> None:
                 if any(part in command for part in NOT_HERE):
                     continue
                 done = subprocess.run(
-                    command, shell=True, cwd=tree, env=variables, capture_output=True, text=True, timeout=250
+                    command, shell=True, cwd=tree, env=variables, capture_output=True, text=True, timeout=500
                 )
                 assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
                 ran += 1

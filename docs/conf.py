@@ -53,7 +53,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
 # The pages by what a reader needs. README.md cannot hold the tables, since GitHub would print them.
-PARTS = {
+SECTIONS = {
     "Learn": ["tutorial", "examples"],
     "Do": [
         "porting",
@@ -84,6 +84,7 @@ PARTS = {
     ],
     "Understand": ["design", "sessions", "streams", "data_channel", "security", "accelerators", "scaling"],
     "Look up": [
+        "names",
         "places",
         "limits",
         "environment",
@@ -105,7 +106,7 @@ def contents(caption: str, pages: list[str]) -> str:
 
 CONTENTS = "\n".join(
     [
-        *(contents(caption, [f"docs/{page}" for page in pages]) for caption, pages in PARTS.items()),
+        *(contents(caption, [f"docs/{page}" for page in pages]) for caption, pages in SECTIONS.items()),
         contents("Project", ["CONTRIBUTING", "CHANGELOG", "SECURITY"]),
     ]
 )

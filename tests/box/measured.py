@@ -18,7 +18,7 @@ import distruntime as dr
 
 # These are numbers of float32: 5 MB take 2 s at 20 Mbit/s.
 BULK = 1_250_000
-OPERATIONS, TRIES = 3000, 5
+OPERATIONS, TRIES, LAPS = 10_000, 4, 6
 
 
 def ask(weather: str) -> None:
@@ -57,10 +57,12 @@ def main(options: dict[str, Any]) -> int:
     found: dict[str, float] = {}
     # Connections are made, and buffers are there.
     x.to(there).cpu()
-    ask("calm")
-    found["operations a second"] = issued()
-    ask("long")
-    found["operations a second at 50 ms"] = issued()
+    calm, long = "operations a second", "operations a second at 50 ms"
+    # They take turns: a machine that others use is faster at one time than at another.
+    for _ in range(LAPS):
+        for weather, name in (("calm", calm), ("long", long)):
+            ask(weather)
+            found[name] = max(found.get(name, 0.0), issued())
     ask("narrow")
     bits = BULK * 32
 

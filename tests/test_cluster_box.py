@@ -15,7 +15,7 @@ import pytest
 import hosts
 from hosts import Host, Interface
 from lane_modules import modules_of
-from processes import Child, until
+from processes import Child, state, until
 from router import Router, Weather
 
 BOX = Path(__file__).resolve().parent / "box"
@@ -110,11 +110,14 @@ def test_the_weather_is_as_it_was_said() -> None:
 
 
 def hold() -> None:
-    """The child: make a host with a process, and wait."""
+    """The child: make a host with a process, hold it still, and wait."""
     with Router() as network, Host("held", network, [Interface("eth0", ("10.77.0.1/16",))], {}) as host:
-        host.start(["sleep", "600"], {}, subprocess.DEVNULL)
+        outside = host.start(["sleep", "600"], {}, subprocess.DEVNULL)
         until(lambda: len(host.processes()) == 2)
-        print("processes", *host.processes())
+        host.stop()
+        # What has brought it there stands still with it.
+        until(lambda: state(outside.pid) == "T")
+        print("processes", outside.pid, *host.processes())
         sys.stdin.readline()
 
 
@@ -123,6 +126,6 @@ def hold() -> None:
 def test_nothing_is_left_of_who_was_killed() -> None:
     with Child(hold) as child:
         inside = [int(pid) for pid in child.expect("processes").split()]
-        assert len(inside) == 2
+        assert len(inside) == 3
         os.kill(child.pid, signal.SIGKILL)
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in inside))

@@ -182,7 +182,8 @@ class Host:
         """Return the command that runs a command here."""
         spaces = {"net": "net", "uts": "uts", "ipc": "ipc", "mount": "mnt", "pid": "pid_for_children"}
         inside = [f"--{option}={self._folder}/{file}" for option, file in spaces.items()]
-        return ["nsenter", *inside, "--", *words]
+        # This process stays outside of the process table, and may stand still. It ends with this one, too.
+        return ["setpriv", "--pdeathsig", "KILL", "nsenter", *inside, "--", *words]
 
     def do(self, script: str) -> str:
         """Run a shell's script here; return what it prints, and fail if it fails."""
@@ -225,7 +226,7 @@ class Host:
     def go_on(self) -> None:
         """Let every process run again."""
         self._signal(signal.SIGCONT)
-        # It is nsenter, which stands still with what it has started.
+        # It stands still with what it has started there.
         for process in self._started:
             process.send_signal(signal.SIGCONT)
 

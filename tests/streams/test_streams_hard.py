@@ -281,6 +281,17 @@ def test_templates_are_forgotten_while_others_come(
     assert slots() <= before
 
 
+def is_at(thread: threading.Thread) -> tuple[str, int]:
+    """Return the function that a thread is in, and its instruction.
+
+    From Python 3.14 on, it takes a lock in a function of the lock's.
+    """
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is not None and frame.f_code.co_name == "__enter__":
+        frame = frame.f_back
+    return ("", 0) if frame is None else (frame.f_code.co_name, frame.f_lasti)
+
+
 def test_a_thread_that_was_issuing_when_the_first_stream_came(fresh_session: Callable[..., Any]) -> None:
     fresh_session(world_size=2)
     node, default = active_session().nodes[0], dr.default_stream(0, "cpu")
@@ -292,15 +303,9 @@ def test_a_thread_that_was_issuing_when_the_first_stream_came(fresh_session: Cal
     with blocked(default):
         with node.lock:
             thread.start()
-            until(
-                lambda: (
-                    thread.ident in sys._current_frames()
-                    and sys._current_frames()[thread.ident].f_code.co_name == "dispatch"
-                )
-            )
-            steady(
-                lambda: sys._current_frames()[thread.ident or 0].f_lasti, 0.1
-            )  # at the lock, past the look into the cache
+            until(lambda: is_at(thread)[0] == "dispatch")
+            # It is at the lock, past the look into the cache.
+            steady(lambda: is_at(thread), 0.1)
             stream = dr.Stream(0, "cpu")
             with dr.stream(stream):
                 x.sum()

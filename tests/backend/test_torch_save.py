@@ -212,7 +212,9 @@ def test_a_file_is_what_torch_would_have_written(session: object, options: Any, 
         torch.save(value, path, **options)
         assert value[11].times == 1  # type: ignore[attr-defined]
         sizes[device], found[device] = path.stat().st_size, torch.load(path, weights_only=False)
-    assert sizes[REMOTE] == sizes["cpu"]
+    # The older format names each memory by its address, whose digits are more or fewer by chance.
+    by_address = options.get("_use_new_zipfile_serialization") is False
+    assert abs(sizes[REMOTE] - sizes["cpu"]) <= (100 if by_address else 0)
     for ours, theirs in zip(found[REMOTE][:11], found["cpu"][:11]):
         if isinstance(ours, torch.Tensor):
             assert type(ours) is type(theirs) and torch.equal(ours, theirs)

@@ -54,6 +54,7 @@ def rounds(number: int, spmd: bool) -> Iterator[list[Tensor]]:
 
     for k in range(number):
         say(at=f"round {k}")
+        sys.stdin.readline()
         found: list[Tensor] = []
         # Operations on each node, and what they came to.
         for weight in weights:

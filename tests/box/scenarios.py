@@ -48,10 +48,8 @@ class Topology(NamedTuple):
 class Change(NamedTuple):
     """Something that befalls the cluster while the program runs."""
 
-    # The program has said that this round begins.
+    # It happens when the program has just begun this round, and ends after so many seconds.
     round: int
-    # It happens so many seconds later, and ends after so many more.
-    wait: float
     seconds: float
     # A weather on these ways, or "stop" or "vanish" for a host.
     what: Weather | str
@@ -252,7 +250,7 @@ DOWN = Weather(up=False)
 
 
 def _drop(seconds: float, ways: tuple[Way, ...] = _EVERYWHERE) -> tuple[Change, ...]:
-    return (Change(1, 0.2, seconds, DOWN, ways),)
+    return (Change(1, seconds, DOWN, ways),)
 
 
 SCENARIOS = (
@@ -311,13 +309,13 @@ SCENARIOS = (
         "stopped",
         "all processes of gpu2 stand still for 15 s",
         "rack",
-        changes=(Change(1, 0.2, 15, "stop", host="gpu2"),),
+        changes=(Change(1, 15, "stop", host="gpu2"),),
     ),
     Scenario(
         "stopped-master",
         "all processes of the master's host stand still for 15 s",
         "rack",
-        changes=(Change(1, 0.2, 15, "stop", host=MASTER),),
+        changes=(Change(1, 15, "stop", host=MASTER),),
     ),
     Scenario(
         "vanished",
@@ -326,7 +324,7 @@ SCENARIOS = (
         outcome=r"NodeFailed: .*gpu2.*unreachable",
         within=60,
         begin={"grace": 15},
-        changes=(Change(1, 0.2, inf, "vanish", host="gpu2"),),
+        changes=(Change(1, inf, "vanish", host="gpu2"),),
         spoils=True,
     ),
     Scenario("nat", "a master behind NAT", "nat"),

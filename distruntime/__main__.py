@@ -154,6 +154,14 @@ def _repl(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     """Run a script or a module as Python would, in a session that ends with it."""
+    # torchrun's flags may name a program instead of a script, and it looks for the file itself.
+    if not options.torchrun and not options.module and not os.path.exists(options.script):
+        print(
+            f"got the script {options.script!r}, and there is no such file here ({os.getcwd()}). Name a script "
+            "of Python, or -m and a module",
+            file=sys.stderr,
+        )
+        return 2
     distruntime = importlib.import_module(__package__)
     # An address of ssh's may have commas in its options.
     addresses = re.split(r",(?=[a-z]+://)", options.workers) if options.workers else None

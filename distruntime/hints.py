@@ -71,7 +71,12 @@ def install() -> None:
     module = sys.modules.get("IPython")
     shell: _Shell | None = module.get_ipython() if module is not None else None
     if shell is not None:
-        shell.events.register("post_run_cell", _after_cell)
+        watch_shell(shell)
+
+
+def watch_shell(shell: _Shell) -> None:
+    """Let a shell of IPython say it, which began after this package was imported."""
+    shell.events.register("post_run_cell", _after_cell)
 
 
 def _after_cell(result: _Result) -> None:

@@ -12,9 +12,9 @@ from distruntime.hints import hint
 NONE = 'torch knows the device "remote" while a session is open, and none was begun: call distruntime.init_m'
 
 
-def said(*command: str) -> str:
+def said(*command: str, typed: str = "") -> str:
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, *command], input=typed, capture_output=True, text=True, timeout=100, check=False
     )
     return done.stdout + done.stderr
 
@@ -35,6 +35,12 @@ def test_a_mistyped_device_gets_a_suggestion() -> None:
     assert hint(error) == "distruntime: did you mean device=\"remote\"? Got 'remot'"
     assert hint(RuntimeError("Expected one of cpu device type at start of device string: gpu")) == ""
     assert hint(None) == hint(ValueError("remote")) == ""
+
+
+def test_our_own_prompt_suggests_too() -> None:
+    """Its shell begins after its session, and so after the import."""
+    text = said("-m", "distruntime", "repl", typed="torch.ones(2, device='remot')\n")
+    assert "distruntime: did you mean device=\"remote\"? Got 'remot'" in text.splitlines()
 
 
 def test_gradients_on_a_gpu_of_this_process_are_explained() -> None:

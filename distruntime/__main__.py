@@ -145,6 +145,7 @@ def _repl(options: argparse.Namespace) -> int:
             app.initialize(["--no-banner", "--no-confirm-exit"])
             # The session began before there was a shell.
             importlib.import_module(".session.interrupts", __package__).watch_shell(app.shell)
+            importlib.import_module(".hints", __package__).watch_shell(app.shell)
             app.start()
     finally:
         # Who leaves has had the chance to read what failed, and need not wait for what runs.
@@ -154,11 +155,11 @@ def _repl(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     """Run a script or a module as Python would, in a session that ends with it."""
-    # torchrun's flags may name a program instead of a script, and it looks for the file itself.
+    # With torchrun's flags it may be a program, and those who run it look for it.
     if not options.torchrun and not options.module and not os.path.exists(options.script):
         print(
-            f"got the script {options.script!r}, and there is no such file here ({os.getcwd()}). Name a script "
-            "of Python, or -m and a module",
+            f"got the script {options.script!r}, and there is no such file here ({os.getcwd()}). "
+            "Name a script of Python, or -m and a module",
             file=sys.stderr,
         )
         return 2

@@ -177,7 +177,9 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
             help=argparse.SUPPRESS,
         )
     run.add_argument("script", metavar="SCRIPT", help="the file to run")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    rest = run.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    # It may be empty, so the error for a command without a script need not name it.
+    rest.required = False
 
 
 def _add_looks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -72,6 +72,13 @@ def test_without_a_command_the_help_is_shown() -> None:
     assert _run("distruntime").stdout == _run("distruntime", "--help").stdout
 
 
+def test_a_script_that_is_not_there_starts_no_worker() -> None:
+    done = _run("distruntime", "run", "--as-cuda", "missing.py")
+    assert done.returncode == 2 and "got the script 'missing.py', and there is no such file" in done.stderr
+    assert "torch" not in _imported(done)
+    assert "arguments are required: SCRIPT\n" in _run("distruntime", "run").stderr
+
+
 def test_a_public_module_is_one_module_under_both_names() -> None:
     code = """
 import sys

@@ -258,7 +258,7 @@ class _Team:
             if isinstance(operand, UnevenTensor):
                 if operand._residence is not self.home:
                     raise PlacementError(
-                        f"{name} runs on the members of {self.home.place}, and one of its arguments is on "
+                        f"{name} runs on {self.home.place}, and one of its arguments is on "
                         f"{operand.place}: put its shards together there, dr.from_shards([...], mesh)"
                     )
                 if operand.requires_grad:
@@ -272,8 +272,8 @@ class _Team:
             if isinstance(operand, DistributedTensor):
                 if operand._handle.place is not self.home:
                     raise PlacementError(
-                        f"{name} runs on the members of {self.home.place}, and one of its arguments is on "
-                        f"{operand._handle.place}: move it there, x.to(mesh.device)"
+                        f"{name} runs on {self.home.place}, and one of its arguments is on "
+                        f"{operand.place}: move it there, x.to(mesh.device)"
                     )
                 gradient = operand.grad if operand.requires_grad and operand.is_leaf else None
                 number = -1

@@ -15,7 +15,7 @@ from types import CodeType, FrameType
 import torch
 
 from ..errors import UsageError, without_our_frames
-from ..log.line import Line, code_text, line_text, place_of, shown_line, user_line
+from ..log.line import Line, code_text, line_number, line_text, place_of, shown_line, user_line
 from ..wire.shield import RLock
 from .tables import table_html, table_text
 
@@ -131,6 +131,8 @@ _lock = RLock()
 # Lines are resolved only when somebody asks.
 _found: dict[tuple[CodeType | None, int, str], list[float]] = {}
 _mode = "default"
+# Python notes here which lines it has warned of, as it does in a module's globals.
+_warned: dict[str | tuple[str, type[Warning], int], int] = {}
 
 
 @without_our_frames
@@ -157,11 +159,14 @@ def before_wait(why: str) -> None:
     """Warn or raise if the mode says so, naming the user's line."""
     if _mode == "default" or why.startswith("explicit"):
         return
-    line = line_text(user_line())
+    found = user_line()
+    line = line_text(found)
     text = f"{why} blocks until a worker answers\n  at {line}\n  `await dr.fetch_async(x)` does not block"
     if _mode == "error":
         raise UsageError(text)
-    warnings.warn(text, stacklevel=2)
+    _, call, at = found
+    name, number = ("<unknown>", 0) if call is None else (call.code.co_filename, line_number(call.code, at))
+    warnings.warn_explicit(text, UserWarning, name, number, registry=_warned)
 
 
 def note_wait(why: str, started: float) -> None:

@@ -523,8 +523,9 @@ def test_implicit_waits_warn_with_the_users_line(
 ) -> None:
     x = torch.ones(3, device=REMOTE)
     sync_mode("warn")
-    with pytest.warns(UserWarning, match=r"(?s)blocks.*test_reading.py:\d+"):
+    with pytest.warns(UserWarning, match=r"(?s)blocks.*test_reading.py:\d+") as warned:
         wait(x)
+    assert {warning.filename for warning in warned} == {__file__}
 
 
 @pytest.mark.parametrize("wait", IMPLICIT)

@@ -255,7 +255,7 @@ def _addresses(options: argparse.Namespace) -> list[str]:
     if not found:
         raise ConfigurationError(
             "no session whose workers listen is noted here: name the workers, as in "
-            "`python -m distruntime status tcp://gpu1:29400`"
+            f"`python -m distruntime {options.command} tcp://gpu1:29400`"
         )
     return found
 

@@ -11,7 +11,7 @@ from types import CodeType
 from typing import Protocol
 
 from .cluster.nodes import nodes
-from .errors import UsageError
+from .errors import DistruntimeError, UsageError, drop_frames
 from .log.handle import Place
 from .session.placing import on
 
@@ -48,7 +48,13 @@ def load_ipython_extension(ipython: Shell) -> None:
     """
 
     def run_on(line: str, cell: str) -> object:
-        with _context(line.split(), ipython):
+        try:
+            place = _context(line.split(), ipython)
+        except DistruntimeError as error:
+            # The cell has not begun, so no frame is the user's.
+            drop_frames(error)
+            raise
+        with place:
             return _run(cell, ipython)
 
     run_on.__doc__ = "Run a cell whose new tensors go to a node: %%on 1, %%on 1 cuda:0, %%on NAME."
@@ -77,7 +83,10 @@ def _context(words: list[str], shell: Shell) -> AbstractContextManager[object]:
 def _run(cell: str, shell: Shell) -> object:
     """Run a cell in the user's namespace; return the value of its last expression, which IPython shows."""
     source = shell.transform_cell(cell)
-    name = shell.compile.cache(source, shell.execution_count, raw_code=cell)
+    # Some versions of IPython count a cell before it runs, and others after it: the list of inputs has it.
+    typed = shell.user_ns.get("In")
+    number = len(typed) - 1 if isinstance(typed, list) else shell.execution_count
+    name = shell.compile.cache(source, number, raw_code=cell)
     body = ast.parse(source, name).body
     last = (
         body.pop() if body and isinstance(body[-1], ast.Expr) and not source.rstrip().endswith(";") else None

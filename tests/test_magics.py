@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,9 @@ interactive = pytest.importorskip("IPython.core.interactiveshell")
 
 @pytest.fixture
 def shell(session: object) -> Iterator[Any]:
-    made = interactive.InteractiveShell.instance()
+    # What a test types is no history of the user's.
+    config = pytest.importorskip("traitlets.config").Config({"HistoryManager": {"hist_file": ":memory:"}})
+    made = interactive.InteractiveShell.instance(config=config)
     made.run_cell("import torch, distruntime as dr\n%load_ext distruntime").raise_error()
     yield made
     interactive.InteractiveShell.clear_instance()
@@ -42,11 +45,18 @@ def test_a_cell_runs_where_a_name_leads(shell: Any) -> None:
     assert len(found.result.place.members) == 2
 
 
+def test_its_lines_have_the_number_of_the_cell(shell: Any) -> None:
+    number = shell.execution_count
+    shell.run_cell("%%on 1\nkept = torch.ones(12345)", store_history=True).raise_error()
+    assert f"In[{number}]:1   kept = torch.ones(12345)" in repr(dr.memory())
+
+
 @pytest.mark.parametrize("line", ["", "nowhere", "1 2 3", "torch"])
 def test_what_is_no_place_says_what_is(shell: Any, line: str) -> None:
     found = shell.run_cell(f"%%on {line}\nx = 1")
     with pytest.raises(dr.errors.UsageError, match=r"got %%on.*expected a node's number, as %%on 1"):
         found.raise_error()
+    assert "magics.py" not in "".join(traceback.format_tb(found.error_in_exec.__traceback__.tb_next))
 
 
 def test_an_error_names_the_cells_line(shell: Any) -> None:

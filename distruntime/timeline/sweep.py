@@ -81,6 +81,8 @@ class Found:
     # So long did workers wait for a late one, and what that did meanwhile.
     late: Counter[Late] = field(default_factory=Counter)
     meanwhile: dict[Late, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    # So long did operations of groups take once all nodes were there: their names, and the user's lines.
+    moved: Counter[tuple[str, str]] = field(default_factory=Counter)
     # So long did streams wait for other ones.
     held: Counter[str] = field(default_factory=Counter)
     # So long did each node compute, and what.
@@ -199,6 +201,7 @@ def _note_late(
     late_at = max(one.ended for one in parts) if absent else last.began
     late = absent[0] if absent else last.pid - pid_of(0)
     who = Late(late, last.name, last.where)
+    found.moved[last.name, last.where] += round(max(0.0, max(one.ended for one in parts) - late_at))
     first = min(one.began for one in parts)
     if late_at - first > _PROMPT:
         running.note(found.meanwhile[who], late, first, late_at)

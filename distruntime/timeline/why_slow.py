@@ -94,7 +94,7 @@ class WhySlow:
     def _notes(self) -> list[str]:
         memory = growth_text(self.grown)
         told = [c for c in self.causes if c is self.cause or c.share >= _MUCH or c.kind in self._many]
-        notes = [f"{_TITLES[c.kind]}: {_ADVICE[c.kind]}" for c in told if c.seconds > 0]
+        notes = [f"{_TITLES[c.kind]}: {_advice(c)}" for c in told if c.seconds > 0]
         return [*notes, *([memory] if memory else []), *self.missing]
 
     @property
@@ -239,7 +239,10 @@ def _computing(found: Found) -> _About:
 
 def _waiting(found: Found) -> _About:
     if not found.late and not found.held:
-        return "", None, "", "none"
+        (operator, line), took = max(found.moved.items(), key=lambda pair: pair[1], default=(("", ""), 0))
+        if not took:
+            return "", None, "", "none"
+        return line, None, operator, f"{took / 1e6:.3f} s in {operator} at {line}, and no node was late"
     by_node = Counter[int]()
     for who, took in found.late.items():
         by_node[who.node] += took
@@ -259,6 +262,13 @@ def _doing(found: Found, who: Late) -> str:
             what.update(ran)
     name, _ = _most(what)
     return f", while node {who.node} ran {name}" if name else f", and node {who.node} ran nothing meanwhile"
+
+
+def _advice(cause: Cause) -> str:
+    # Nobody is named, but the operation is.
+    if cause.kind == "waiting" and cause.node is None and cause.operator:
+        return "Exchange fewer and larger tensors, or exchange them on another stream."
+    return _ADVICE[cause.kind]
 
 
 def _missing(about: dict[str, Json], nodes: Sequence[dict[str, Json]]) -> tuple[str, ...]:

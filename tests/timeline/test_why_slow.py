@@ -228,3 +228,20 @@ def test_a_trace_by_hand(tmp_path: Path) -> None:
     assert slow["python"].line == "a.py:3"
     with pytest.raises(KeyError):
         slow["nothing"]
+
+
+def test_an_exchange_in_which_nobody_is_late(tmp_path: Path) -> None:
+    """Members of one node wait for no other node."""
+    events = chrome.Events()
+    events.process(1, "master")
+    events.process(2, "node 0")
+    main, stream = events.thread(1, "main"), events.thread(2, "stream 0")
+    about = {"line": "a.py:1", "code": "x", "together": "7", "nodes": [0]}
+    events.slice(2, stream, "all_reduce", "collective", 0, 60_000_000, about)
+    path = tmp_path / "hand.json"
+    nodes = [{"node": 0, "round_trip_ms": 0.1, "missing": "", "dropped": 0}]
+    chrome.write(path, events.all, {"seconds": 0.1, "main": main, "nodes": nodes})
+    waits = why_slow(path)["waiting"]
+    assert (waits.line, waits.node, waits.operator) == ("a.py:1", None, "all_reduce")
+    assert "0.060 s in all_reduce at a.py:1   x, and no node was late" in waits.text
+    assert "fewer and larger" in repr(why_slow(path)) and "late node" not in repr(why_slow(path))

@@ -68,7 +68,7 @@ def members_for(
             f"{device_type} device"
             f"{'s' if len(have) != 1 else ''} on {alive} node{'s' if alive != 1 else ''}"
             + (f" ({len(session.nodes) - alive} lost)" if alive < len(session.nodes) else "")
-            + ": make it smaller, or start with more workers (world_size=, workers=); dr.nodes() "
-            "shows what there is"
+            + (": make it smaller, or start" if have else ": name a kind that they have, or start")
+            + " with more workers (world_size=, workers=); dr.nodes() shows what there is"
         )
     return have[:need]

@@ -254,7 +254,7 @@ def gather_at(options: SessionOptions, address: str, count: int) -> Session:
     session = connector.session
     listening = session.channel.address
     options.say(
-        f"waiting at {listening} for {count} worker{'s' if count > 1 else ''}, which dial it: "
+        f"waiting at {listening} for {count} worker{', which dials' if count == 1 else 's, which dial'} it: "
         f"{worker_command(listening, dials=True)}\n"
     )
     with all_or_nothing(connector):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -297,8 +298,15 @@ def _at_exit() -> None:
         # A session that has a name is to stay: shutdown() ends it.
         if session.lasting:
             session.detach()
-        else:
-            session.shutdown(raise_unread=False)
+            continue
+        # Python has printed the error that ended the program, and what follows from it helps nobody.
+        ended_well = not hasattr(sys, "last_value")
+        try:
+            session.shutdown(raise_unread=ended_well)
+        # It may be of any kind: the operator's own. Nobody can catch what is raised here.
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            sys.stderr.write(f"the program has ended, and nobody has read this failure:\n{text}\n")
 
 
 @without_our_frames

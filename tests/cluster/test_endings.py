@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -233,3 +234,25 @@ def test_an_end_says_how_many_operations_it_drops(
         dr.shutdown(timeout=0.2)
     dropped = r"node 0 \(.+\) has not run \d+ operations in time; the end of the session drops them"
     assert len(y) == 300 and re.search(dropped, caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("", "IndexError: index 9 is out of bounds for dimension 0 with size 3"),
+        ("1 / 0", ""),
+        ("try:\n    bad.tolist()\nexcept IndexError:\n    pass", ""),
+    ],
+    ids=["quietly", "by an error", "read"],
+)
+def test_the_end_of_a_program_tells_of_a_failure_that_nobody_has_read(end: str, told: str) -> None:
+    program = f"""
+import torch, distruntime as dr
+dr.init_master_worker(world_size=1, quiet=True)
+bad = torch.ones(3, device="remote")[torch.tensor([9], device="remote")]
+{end}
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert ended.returncode == (1 if end == "1 / 0" else 0), ended.stderr
+    assert ("nobody has read this failure" in ended.stderr) == bool(told), ended.stderr
+    assert told in ended.stderr and ("aten::index" in ended.stderr) == bool(told)

@@ -16,6 +16,7 @@ import runpy
 import signal
 import sys
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 from .command_options import command_parser
@@ -195,6 +196,7 @@ def _run(options: argparse.Namespace) -> int:
             del sys.path[0]
         sys.path.insert(0, "" if options.module else str(Path(options.script).resolve().parent))
         sys.argv = [options.script, *options.arguments]
+        sys.excepthook = _tell_of_script
         if options.module:
             runpy.run_module(options.script, run_name="__main__", alter_sys=True)
         else:
@@ -210,6 +212,14 @@ def _run(options: argparse.Namespace) -> int:
             if found:
                 importlib.import_module(".session.screen", __package__).voice(None)(found + "\n")
     return 0
+
+
+def _tell_of_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error as Python does for a script: its traceback begins in the script."""
+    ours = str(Path(__file__).parent) + os.sep, "<frozen runpy>", runpy.__file__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
+        trace = trace.tb_next
+    sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 
 def _expect_workers() -> None:

@@ -514,3 +514,24 @@ def test_it_asks_for_a_word_it_knows(fresh_session: Callable[..., Any]) -> None:
     with pytest.raises(dr.errors.ConfigurationError, match="no take-over is on"):
         dr.takeover()
     dr.init_master_worker(world_size=2, as_cuda=True, timeout=STARTING)
+
+
+def test_the_traceback_of_a_script_begins_in_the_script(tmp_path: Path) -> None:
+    path = tmp_path / "fails.py"
+    path.write_text(
+        'import torch\nbad = torch.ones(3, device="cuda")[torch.tensor([9], device="cuda")]\nbad.tolist()\n',
+        encoding="utf-8",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "distruntime", "run", "--as-cuda", str(path)],
+        env=worker_environment(1),
+        capture_output=True,
+        text=True,
+        timeout=STARTING,
+        check=False,
+    )
+    assert done.returncode == 1
+    told = done.stderr[done.stderr.index("Traceback") :].splitlines()
+    assert told[1] == f'  File "{path}", line 3, in <module>'
+    assert not any("runpy" in line or "__main__.py" in line for line in told)
+    assert any(line.startswith("IndexError: index 9") for line in told)

@@ -21,6 +21,8 @@ class Templates:
         self._next = FIRST_TEMPLATE
         # This is the first number of the current generation.
         self.generation = FIRST_TEMPLATE
+        # So many programs would be taught by each of these keys.
+        self._holders: dict[bytes, int] = {}
         # The next segment teaches these: rows of a number and the fields of its template.
         self.untold: list[list[object]] = []
 
@@ -48,8 +50,19 @@ class Templates:
         self.untold.append([number, *fields])
         return number
 
+    def hold(self, key: bytes) -> None:
+        """Note that one more program has this key. Two that do the same have one template."""
+        self._holders[key] = self._holders.get(key, 0) + 1
+
     def drop(self, key: bytes) -> int | None:
-        """Forget one template; return its number, or None if the workers do not know it."""
+        """Note that a program of this key is gone, and forget its template if that was the last one.
+
+        Return its number, or None if it stays or if the workers do not know it.
+        """
+        left = self._holders.pop(key, 1) - 1
+        if left > 0:
+            self._holders[key] = left
+            return None
         number = self._numbers.pop(key, None)
         if number is not None:
             del self._fields[number]

@@ -308,7 +308,7 @@ class Taking(NamedTuple):
 
 @final
 class Taught:
-    """Stands for what a worker has learnt of a program: it forgets that when nobody holds this.
+    """Stands for what a worker has learnt of a program: it forgets that when nobody holds this, or its equal.
 
     The collector may run the finalizer inside any lock, so it only appends, as that of a `Handle` does.
     """
@@ -319,3 +319,5 @@ class Taught:
 
     def __init__(self, log: Log, key: bytes) -> None:
         self.__del__ = MethodType(log.dropped.append, key)
+        with log.lock:
+            log.templates.hold(key)

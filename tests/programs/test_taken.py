@@ -13,6 +13,7 @@ from torch import nn
 import distruntime as dr
 from agree import REMOTE
 from distruntime.compiled.graph import Graph, alive
+from distruntime.programs.parts import Piece
 from distruntime.wire.codec import OPERAND
 from distruntime.wire.messages import ARGUMENT, FLOAT, MADE
 from distruntime_worker.programs.definition import Definition, Instruction, Row
@@ -110,7 +111,9 @@ class Curved(nn.Module):
 
 
 def _backward_graph() -> Graph:
-    return next(graph for graph in alive.values() if graph.name.startswith("backward") and graph.replays)
+    """Return the newest: those of the tests before may still wait for the collector."""
+    newest = reversed(list(alive.values()))
+    return next(graph for graph in newest if graph.name.startswith("backward") and graph.replays)
 
 
 def _gradients(model: nn.Module) -> list[Any]:
@@ -151,6 +154,59 @@ def _train_side_by_side(twins: Any, kept: bool) -> None:
             loss.backward()
         assert all(map(torch.equal, _gradients(plain), _gradients(compiled))), k
         assert not held or torch.equal(*dr.fetch(held))
+
+
+class OnTwo(nn.Module):
+    """Its second half is on another worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far = (nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(dr.place(k)) for k in (0, 1))
+        self.there = self.far[0].weight.device
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.far(self.near(x).to(self.there))  # type: ignore[no-any-return]
+
+
+def _taught(graph: Graph) -> list[int | None]:
+    """Return the numbers by which workers know the parts of a graph's plan."""
+    assert graph._last is not None
+    dr.synchronize()
+    pieces = [act for act in graph._last.layout.acts if isinstance(act, Piece)]
+    return [piece.log.templates.find(piece._used.key) for piece in pieces]
+
+
+def test_a_part_that_takes_the_same_as_before_is_not_taught_again() -> None:
+    model = torch.compile(OnTwo(), backend="distruntime")
+    x = torch.rand(3, 4, device=dr.place(0))
+    for _ in range(4):
+        model(x).sum().backward()
+    first = _taught(_backward_graph())
+    found = model(x)
+    held = torch.ones_like(found)
+    found.backward(held)
+    # The far part reads the gradient that is held, and the near part does not.
+    far, near = _taught(_backward_graph())
+    assert near == first[1] and far not in (None, first[0])
+    assert held.tolist() == [[1.0] * 4] * 3
+
+
+def test_a_graph_that_goes_leaves_its_equal_to_the_worker() -> None:
+    one = torch.compile(lambda x: (x * 2).sin() + 1, backend="distruntime")
+    two = torch.compile(lambda x: (x * 2).sin() + 1, backend="distruntime")
+    x = torch.rand(3, device=REMOTE)
+    for _ in range(3):
+        one(x), two(x)
+    gone, stays = list(alive.values())[-2:]
+    known = _taught(stays)
+    assert known == _taught(gone) != [None]
+    gone._plans, gone._last = {}, None
+    assert _taught(stays) == known
+    key = stays._last.layout.acts[0]._used.key  # type: ignore[union-attr]
+    log = stays._last.layout.logs[0]  # type: ignore[union-attr]
+    stays._plans, stays._last = {}, None
+    dr.synchronize()
+    assert log.templates.find(key) is None
 
 
 def test_a_result_that_another_stream_reads_is_not_taken(twins: Any) -> None:

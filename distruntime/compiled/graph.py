@@ -36,6 +36,8 @@ from .lines import Lined
 _MOST_PLANS = 64
 # A kind of call that could not be recorded so often runs operator by operator from then on.
 _MOST_TRIES = 3
+# In so many replays all arguments may be held by others, as in those with `retain_graph=True`.
+_MOST_LOOKS = 8
 Results = Sequence[object]
 
 # These are the graphs that somebody may call, in the order in which they were traced.
@@ -232,7 +234,8 @@ class _Plan:
         # The arguments that nobody else has held at any call so far. The backward graph is the last to need
         # what the forward graph has saved, and its worker frees each of them behind its last use.
         self._taken: Sequence[int] = [k for k in tensors if k not in self._passed]
-        self._settled = False
+        # So many calls may hold all of them until none is looked at any more. Then it is 0.
+        self._looks = _MOST_LOOKS
 
     def replay(self, args: list[object]) -> Results:
         """Issue it, part by part; return its results. Blocks while a window is full. Empties `args`.
@@ -261,9 +264,13 @@ class _Plan:
         for k in taken:
             leaves[k] = _Operand(leaves[k]._handle)  # type: ignore[attr-defined]
         alone = {k for k in taken if _holders(leaves[k]) == _ALONE}  # type: ignore[arg-type]
-        if not self._settled or 0 < len(alone) < len(taken):
+        if alone and (self._looks or len(alone) < len(taken)):
             self.layout.take(alone)
-            self._taken, self._settled = sorted(alone), True
+            self._taken, self._looks = sorted(alone), 0
+        elif self._looks:
+            self._looks -= 1
+            if not self._looks:
+                self._taken = ()
         return alone
 
 

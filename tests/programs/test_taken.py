@@ -239,3 +239,16 @@ def test_what_is_poisoned_passes_through_and_the_next_step_works(twins: Any) -> 
     for model in twins:
         model(x).sum().backward()
     assert all(map(torch.equal, _gradients(plain), _gradients(compiled)))
+
+
+def test_what_the_first_replays_keep_is_taken_later(twins: Any) -> None:
+    _, compiled = twins
+    x = torch.rand(3, 4, device=REMOTE)
+    with torch._functorch.config.patch(donated_buffer=False):
+        for k in range(8):
+            loss = compiled(x).sum()
+            if k < 6:
+                loss.backward(retain_graph=True)
+            loss.backward()
+    plan = _backward_graph()._last
+    assert plan is not None and 0 < len(plan._taken) < 20 and not plan._looks

@@ -446,7 +446,7 @@ def test_where_a_fork_is_not_safe_a_nursery_starts_the_worker_as_a_program(tmp_p
 def test_nothing_is_forked_elsewhere_than_on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no /proc either, which tells of threads."""
     monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(Path, "iterdir", lambda path: open(path / "not there"))
+    monkeypatch.setattr(Path, "iterdir", lambda path: open(path / "not there", encoding="utf-8"))
     assert not worker_nursery._may_fork()
 
 

@@ -39,6 +39,8 @@ _OFTEN, _ENOUGH = 0.5, 5
 # Memory stands out that grew by so many bytes, and that grew at so many of the looks and never sank.
 # Quick looks see what a step makes and frees again: the least in each group of neighbouring looks counts.
 _GROWN, _RISES, _GROUPS = 1 << 20, 4, 8
+# Looks that lie closer are one, in seconds: sixty of the quickest would remember a third of a second.
+_APART = 0.1
 # A node stands out that computes such a part of the time, if another one waits for it so much of the time.
 _BUSY, _HELD = 0.6, 0.3
 
@@ -51,6 +53,13 @@ class _Program:
     held: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     # The workers by their numbers in the session.
     addresses: dict[int, str] = field(default_factory=dict)
+
+    def note_held(self, now: float, held: int) -> None:
+        """Remember what the session holds; the least of what close looks have seen."""
+        if self.held and now - self.held[-1][0] < _APART:
+            before, least = self.held.pop()
+            now, held = before, min(held, least)
+        self.held.append((now, held))
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,7 @@ class Looks:
         program = self._programs.setdefault(name, _Program())
         parts.sort(key=lambda part: part.number)
         program.addresses.update((part.seen.node, part.address) for part in parts if part.seen.node >= 0)
-        program.held.append((now, sum(sum(part.seen.held.values()) for part in parts)))
+        program.note_held(now, sum(sum(part.seen.held.values()) for part in parts))
         told = next((part.seen for part in parts if part.seen.at), None)
         if told is not None:
             program.at.append((told.at, told.waits))

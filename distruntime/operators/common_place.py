@@ -167,7 +167,7 @@ def _local(name: str, t: torch.Tensor, written: bool, place: Residence) -> str:
     )
 
 
-def _elsewhere(
+def elsewhere(
     cls: type,
     func: torch._ops.OpOverload,
     args: Sequence[Any],

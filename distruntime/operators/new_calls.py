@@ -19,7 +19,7 @@ from ..log.spec import spec_from_wire
 from ..log.storage import require_writable
 from ..wire.messages import CHECK, WATCH
 from .ask_worker import ask
-from .common_place import _elsewhere, common_place, send_along
+from .common_place import common_place, elsewhere, send_along
 from .defined import call_defined
 from .explicit import WORKERS_DEFAULT, depends, promoted, to_promote, with_dtype
 from .member_views import names_member
@@ -97,7 +97,7 @@ def first_time(
     place = common_place(cls, func, args, kwargs)
     target = kwargs.get("device")
     if target is not None:
-        moved = _elsewhere(cls, func, args, kwargs, place, target)
+        moved = elsewhere(cls, func, args, kwargs, place, target)
         if moved is not NotImplemented:
             return moved
     local = [t for t in tensors_of(args, kwargs) if type(t) is not cls]

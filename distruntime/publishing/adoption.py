@@ -26,7 +26,7 @@ from .structure import load, unpack_local
 _token = count(1).__next__
 
 
-def _process(node: Node) -> tuple[str, int]:
+def process_of(node: Node) -> tuple[str, int]:
     """Return the host and the process that a node is."""
     welcome = node.welcome
     assert welcome is not None
@@ -102,7 +102,7 @@ def _newest(
         raise Replaced
     for daemon in missing:
         for node in session.nodes:
-            if _process(node) == (daemon.host, daemon.pid):
+            if process_of(node) == (daemon.host, daemon.pid):
                 node.require_alive()
         raise UsageError(
             f"some of {name!r} is on node {daemon.node} of the session that has published it "

@@ -25,7 +25,7 @@ from ..session.session import Session, active_session
 from ..session.spelling import named
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import PUBLISH, DaemonRecord, DropOlder, DropPublished, ListVersions
-from .adoption import Replaced, _process, look_up
+from .adoption import Replaced, look_up, process_of
 from .envelope import seal
 from .listing import Publications, ask, nonsense, published, unknown
 from .registry import registry_of
@@ -157,7 +157,7 @@ def _place_of(session: Session, device: torch.device) -> Place | None:
 
 def _record(identity: str, node: Node, tensors: Sequence[DistributedTensor]) -> DaemonRecord:
     return DaemonRecord(
-        identity, node.index, *_process(node), sorted({t.place.local_device for t in tensors})
+        identity, node.index, *process_of(node), sorted({t.place.local_device for t in tensors})
     )
 
 

@@ -22,8 +22,8 @@ import router
 from processes import ROOT, until
 from router import Router
 
-# A host's own files are here: a file system in memory that goes with it. One of them is no part of the paths
-# of this checkout and of its Python.
+# A host keeps its own files in one of these: a file system in memory, which goes with the host. It takes the
+# first that holds neither this checkout nor its Python.
 _PLACES = ("/mnt", "/media", "/srv")
 _PROGRAMS = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux"}
 # The first process of a host fetches those that have lost their parents, as init does.

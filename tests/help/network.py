@@ -46,11 +46,9 @@ class Network:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        # This closes its pipes, and waits for it.
+        with self._process:
+            self._process.kill()
 
     def _say(self, command: str) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -6,7 +6,7 @@
 #   make rooms    the rooms of both packages, and which imports which
 #   make docs     the documentation as a site, in build/docs; a warning is an error
 #   make bench    the figures of the README and docs/design.md; ARGS="--against REV" has them of another commit and of this tree
-#   make gpu      28 checks on a machine with a GPU and its figures, in ten minutes; nothing is downloaded
+#   make gpu      29 checks on a machine with a GPU and its figures, in ten minutes; nothing is downloaded
 #   make accelerator  the GPU's path on an accelerator that is simulated: it needs a C++ compiler, and says so without one
 #   make test-machines  the tests that depend on a machine, on 13 unlike ones: another processor, home, user, language
 #   make cluster  hosts on a bad network, made of this machine: one program in every weather; root on Linux, or it says what is missing

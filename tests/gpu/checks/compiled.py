@@ -87,6 +87,42 @@ def _trained(box: Box, way: str, options: dict[str, str] | None, place: dr.types
     return found
 
 
+def _kept(options: dict[str, str] | None, place: dr.types.Place) -> list[torch.Tensor]:
+    """Return what functions give that are handed their own results, under autocast, and many of them kept."""
+    torch.compiler.reset()
+    draw = torch.Generator().manual_seed(3)
+    start, weight, narrow = (
+        torch.randn(n, 64, generator=draw).div(8).to(place).requires_grad_(grad)
+        for n, grad in ((32, False), (64, True), (64, True))
+    )
+
+    def step(h: torch.Tensor) -> torch.Tensor:
+        # Its argument dies with the call: a worker takes it out of its hands, and a graph must not.
+        return torch.tanh(h @ weight) + h / 2
+
+    def both(h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.autocast("remote", dtype=torch.bfloat16):
+            wide = h @ weight
+        return wide, wide.float() @ narrow
+
+    run: list[Any] = [step, both]
+    if options is not None:
+        run = [torch.compile(one, backend="distruntime", options=options) for one in run]
+    found = []
+    for k in range(30):
+        h = start * (k + 1)
+        for _ in range(4):
+            h = run[0](h)
+        wide, out = run[1](h.detach())
+        (wide.float().sum() + out.square().sum()).backward()
+        # A graph's next replay writes where this result was.
+        found += [h.detach(), wide.detach(), out.detach()]
+    for w in (weight, narrow):
+        assert w.grad is not None
+        found.append(w.grad)
+    return dr.fetch(found)
+
+
 @check(
     28,
     "torch.compile",
@@ -110,3 +146,13 @@ def compiled(box: Box) -> None:
             worst = max(((a - b).abs() / a.abs()).item() for a, b in zip(plain[::2], found[::2], strict=True))
             box.saw(f"{way}: losses differ by {worst:.1e} at most")
             box.require(worst <= 1e-2, f"{way}: losses differ by {worst:.1e}")
+        plain = _kept(None, places[0])
+        for way, options in WAYS:
+            found = _kept(options or {}, places[0])
+            types = [a.dtype == b.dtype for a, b in zip(plain, found, strict=True)]
+            box.require(all(types), f"{way}: results under autocast have other dtypes")
+            worst = max(
+                ((a - b).abs().max() / a.abs().max()).item() for a, b in zip(plain, found, strict=True)
+            )
+            box.saw(f"{way}: results that are handed on and kept differ by {worst:.1e} at most")
+            box.require(worst <= 2e-2, f"{way}: results that are handed on and kept differ by {worst:.1e}")

@@ -25,6 +25,7 @@ MODULES = (
     "programs",
     "ranks",
     "compiled",
+    "unchanged",
 )
 # If one of these fails, no check after it can work.
 FIRST = (1, 2, 3)

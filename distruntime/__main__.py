@@ -181,7 +181,8 @@ def _run(options: argparse.Namespace) -> int:
             resume="auto" if options.session else False,
             key=options.key,
             insecure=options.insecure,
-            as_cuda="all" if options.all else options.as_cuda,
+            # The whole process is the script's: who asks for this means the workers, whatever GPUs are here.
+            as_cuda="force all" if options.all else "force" if options.as_cuda else False,
         )
     except DistruntimeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

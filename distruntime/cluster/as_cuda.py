@@ -56,19 +56,27 @@ def summary() -> str:
 
 def require_free(as_cuda: bool | str) -> None:
     """Raise `ConfigurationError` if this process has GPUs, and nothing forces the take-over."""
-    if as_cuda not in (True, "all", "force"):
-        raise ConfigurationError(f'as_cuda= is True, "all" or "force", got {as_cuda!r}')
-    if torch.cuda.is_available() and as_cuda != "force":
+    if as_cuda not in (True, "all", "force", "force all"):
+        raise ConfigurationError(f'as_cuda= is True, "all", "force" or "force all", got {as_cuda!r}')
+    if torch.cuda.is_available() and not str(as_cuda).startswith("force"):
+        force = "force all" if as_cuda == "all" else "force"
         raise ConfigurationError(
-            f'as_cuda: this process has {torch.cuda.device_count()} GPUs of its own, and "cuda" can mean one '
-            'thing only. Hide them (CUDA_VISIBLE_DEVICES=""), or write as_cuda="force": then nothing here '
-            "reaches them until the session ends"
+            f'as_cuda: this process has {_gpus()} of its own, and "cuda" can mean one thing only. Hide them '
+            f'(CUDA_VISIBLE_DEVICES=""), or write as_cuda="{force}": then nothing here reaches them until '
+            "the session ends"
         )
+
+
+def _gpus() -> str:
+    count = torch.cuda.device_count()
+    return "a GPU" if count == 1 else f"{count} GPUs"
 
 
 def take_over(session: Session, as_cuda: bool | str) -> str:
     """Let "cuda" mean the session until it ends; return a line that says so."""
-    every_gpu[0] = as_cuda == "all"
+    every_gpu[0] = str(as_cuda).endswith("all")
+    # Once the functions are replaced, they answer for the workers.
+    hidden = f", and nothing here reaches {_gpus()} of this process" if torch.cuda.is_available() else ""
     pretended.clear()
     _first[0] = next_ref()
     session.ending.on_close.append(give_back)
@@ -76,6 +84,6 @@ def take_over(session: Session, as_cuda: bool | str) -> str:
     replace_cuda()
     seen = ", ".join(f"cuda:{k} is {home.place}" for k, home in enumerate(shown_places()))
     return (
-        f'"cuda" means the workers ({seen}), and torch.cuda answers for them. '
+        f'"cuda" means the workers ({seen}), and torch.cuda answers for them{hidden}. '
         "dr.takeover() lists what only pretended"
     )

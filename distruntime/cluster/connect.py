@@ -75,7 +75,7 @@ def init_master_worker(
     unreachable: float | timedelta | None = None,
     grace: float | timedelta | None = None,
     quiet: bool | None = None,
-    as_cuda: bool | Literal["all", "force"] = False,
+    as_cuda: bool | Literal["all", "force", "force all"] = False,
 ) -> Session:
     """Open the session of this process. Block until every worker is there.
 
@@ -116,7 +116,8 @@ def init_master_worker(
             terminal and a notebook get the lines on standard output, and a file or a pipe gets them on
             standard error; False prints on standard output in any case.
         as_cuda: let "cuda" and `torch.cuda` mean the workers until the session ends: True shows one device,
-            the current place, and "all" each GPU of the session. "force" does so where this process has GPUs.
+            the current place, and "all" each GPU of the session. "force" and "force all" do so in a process
+            that has GPUs, and it reaches none of them then.
 
     Raises:
         ConfigurationError: an argument that cannot be. UsageError: a session with other arguments is open.

@@ -503,7 +503,9 @@ def test_what_fails_half_way_leaves_nothing(
 
 
 def test_it_asks_for_a_word_it_knows(fresh_session: Callable[..., Any]) -> None:
-    with pytest.raises(dr.errors.ConfigurationError, match='as_cuda= is True, "all" or "force"'):
+    with pytest.raises(
+        dr.errors.ConfigurationError, match='as_cuda= is True, "all", "force" or "force all", got'
+    ):
         fresh_session(as_cuda="yes")
     fresh_session(world_size=2, simulate_cuda=2, as_cuda="all")
     assert torch.cuda.device_count() == 4
@@ -513,6 +515,26 @@ def test_it_asks_for_a_word_it_knows(fresh_session: Callable[..., Any]) -> None:
     dr.shutdown()
     with pytest.raises(dr.errors.ConfigurationError, match="no take-over is on"):
         dr.takeover()
+    dr.init_master_worker(world_size=2, as_cuda=True, timeout=STARTING)
+
+
+def test_a_process_with_gpus_of_its_own_is_asked_and_forced(
+    fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    for asked, remedy in ((True, '"force"'), ("all", '"force all"')):
+        with pytest.raises(
+            dr.errors.ConfigurationError, match=f"has 3 GPUs of its own.* write as_cuda={remedy}"
+        ):
+            fresh_session(as_cuda=asked)
+    fresh_session(world_size=1, simulate_cuda=2, as_cuda="force all", quiet=False)
+    assert "and nothing here reaches 3 GPUs of this process" in capsys.readouterr().out
+    assert torch.cuda.device_count() == 2
+    assert torch.zeros(1, device="cuda:1").place == dr.place(0, "cuda:1")
+    dr.shutdown()
+    assert torch.cuda.device_count() == 3
+    monkeypatch.undo()
     dr.init_master_worker(world_size=2, as_cuda=True, timeout=STARTING)
 
 

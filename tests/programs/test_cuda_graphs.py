@@ -422,6 +422,36 @@ def test_what_cannot_be_captured_says_why() -> None:
     assert "aten::zeros makes a tensor that is not on cpu" in _refused(made, StandIn(), [5, 1, 2, 3])
 
 
+def _scaled() -> Definition:
+    """Return `y = x * s`, as a backward pass reads the seed that its forward pass has left."""
+    rows = [Row("aten::mul.Tensor", [OPERAND, OPERAND], {}, 1)]
+    return Definition(rows, [Instruction(0, [X, (ARGUMENT, 2)], [0], None)], [], _made(0), 2, 0)
+
+
+def test_a_scalar_that_comes_to_the_gpu_later_is_waited_for() -> None:
+    program = Runs(_scaled(), StandIn())
+    there = {1: torch.ones(3, device="meta"), 2: torch.tensor(2.0)}
+    for _ in range(10):
+        assert not program.run(dict(there), [5, 1, 2, 3])
+    assert program.graphs.state == "no graph yet: it reads a scalar on cpu beside tensors on meta"
+    # From here on both are on one device.
+    for k in range(5):
+        slots: Slots = {1: torch.ones(3), 2: torch.tensor(2.0 + k)}
+        assert program.run(slots, [5, 1, 2, 3]) == (k > 2)
+        assert isinstance(slots[3], torch.Tensor) and slots[3].tolist() == [2.0 + k] * 3
+    assert program.graphs.state == "cudagraphs" and not program.told
+
+
+def test_a_scalar_that_stays_on_the_cpu_is_told_of_in_the_end() -> None:
+    program = Runs(_scaled(), StandIn())
+    there = {1: torch.ones(3, device="meta"), 2: torch.tensor(2.0)}
+    for _ in range(30):
+        assert not program.run(dict(there), [5, 1, 2, 3])
+    assert program.told == [
+        "a program has no CUDA graph: its tensors are on cpu, meta, so it runs as straight-line code"
+    ]
+
+
 def test_without_a_gpu_a_program_runs_as_it_is_and_says_so(session: object) -> None:
     x = torch.ones(3, device=REMOTE)
     program: Any = dr.program(lambda x: (x.sin() + 1).exp(), compile="cudagraphs")

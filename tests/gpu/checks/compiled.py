@@ -79,6 +79,9 @@ def _trained(box: Box, way: str, options: dict[str, str] | None, place: dr.types
     if way != "op by op":
         graphs = [f"{one.name}: {one.compiled or way}" for one in dr.profiler.compiled_graphs()]
         box.saw(f"{way}: {', '.join(graphs)}")
+        if way == "cudagraphs" and box.cuda:
+            # Its attention leaves a seed for the backward pass, on the CPU until the forward pass is a graph.
+            box.require(all(graph.endswith(": cudagraphs") for graph in graphs), f"no CUDA graph: {graphs}")
     began = time.perf_counter()
     for _ in range(STEPS):
         step()

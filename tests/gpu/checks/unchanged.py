@@ -15,7 +15,7 @@ CLOSE = {"compiled: ": 1e-3, "compiled, bfloat16: ": 2e-2}
 
 
 def _found(box: Box, *before: str) -> dict[str, Any]:
-    process = box.child(*before, SCRIPT, timeout=110)
+    process = box.child(*before, SCRIPT, timeout=75)
     lines = [line for line in process.stdout.splitlines() if line.startswith("found ")]
     if process.returncode or not lines:
         raise Failed(
@@ -41,11 +41,11 @@ def _agree(name: str, here: Any, there: Any) -> bool:
     "a script, unchanged",
     does=f"runs {SCRIPT} with the GPU of this process, and by `run --as-cuda` with a worker's",
     failure=(
-        "what the named entry does differs under take-over: switches are distruntime/cluster/cuda/switches.py "
-        "and worker/distruntime_worker/machine/settings.py, draws are values/draws.py, the rest is torch.cuda "
-        "in distruntime/cluster/cuda/."
+        "what is named differs under take-over: switches are distruntime/cluster/cuda/switches.py "
+        "and worker/distruntime_worker/machine/settings.py, draws are values/draws.py, the rest is "
+        "distruntime/cluster/cuda/."
     ),
-    seconds=240,
+    seconds=150,
     needs=("cuda",),
 )
 def unchanged(box: Box) -> None:

@@ -26,6 +26,9 @@ from .source import Straight
 
 # So many runs come before the capture: libraries choose their kernels meanwhile, and allocate workspaces.
 _WARM = 3
+# A graph waits for so many runs until its scalars are on the GPU. Attention hands its backward pass a seed on
+# the CPU, until its forward pass is a graph: then the seed is where that graph can write it.
+_PATIENCE = 20
 # A graph is captured so often, as held tensors may get other memory. An operand that has changed so often
 # behind a capture is copied, however long it stays then.
 _MOST = 4
@@ -244,7 +247,7 @@ class Graphs:
         self._changes: Counter[Name] = Counter()
         # It is what a master may ask for: "cudagraphs", or why there is none.
         self.state = _EARLY
-        self._runs = self._moves = 0
+        self._runs = self._moves = self._waited = 0
         self._over = False
         self._graph: _Graph | None = None
 
@@ -283,6 +286,8 @@ class Graphs:
     def _begun(self, straight: Straight, inputs: Mapping[Name, torch.Tensor]) -> bool:
         """Whether there is a graph for these inputs. Capture it if it is time."""
         if not self._runs:
+            if self._waits(inputs):
+                return False
             self._require_capturable(inputs)
             self._fixed = {
                 name: _place(inputs[name])
@@ -325,9 +330,22 @@ class Graphs:
             place.kind == _kind(inputs[name]) for name, place in self._fixed.items() if name not in fixed
         )
 
+    def _waits(self, inputs: Mapping[Name, torch.Tensor]) -> bool:
+        """Whether it reads scalars of the CPU beside an accelerator's tensors, which a later run may not."""
+        there = {value.device for value in inputs.values() if value.device.type != "cpu"}
+        here = [value for value in inputs.values() if value.device.type == "cpu"]
+        if len(there) != 1 or not here or any(value.dim() for value in here) or self._waited == _PATIENCE:
+            return False
+        self._waited += 1
+        self.state = f"no graph yet: it reads a scalar on cpu beside tensors on {there.pop()}"
+        return True
+
     def _require_capturable(self, inputs: Mapping[Name, torch.Tensor]) -> None:
         devices = {value.device for value in inputs.values()}
-        where = min(devices, key=str, default=torch.device("cpu"))
+        # A scalar of the CPU may stand beside an accelerator's tensors, and these say where it runs.
+        where = min(
+            devices, key=lambda device: (device.type == "cpu", str(device)), default=torch.device("cpu")
+        )
         why = self._device.refusal(where)
         if why:
             raise _Refused(why)

@@ -108,7 +108,8 @@ def trained(name: str, dtype: torch.dtype | None, compiled: bool = False) -> Non
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.pt"
         torch.save(model.state_dict(), file)
-        found[f"{name}: loaded on the GPU"] = torch.load(file, weights_only=True)["0.weight"].is_cuda
+        loaded = torch.load(file, weights_only=True)["0.weight"]
+        found[f"{name}: loaded where it was"] = loaded.device == model[0].weight.device
         on_cpu = torch.load(file, map_location="cpu", weights_only=True)
         found[f"{name}: weights"] = sum(total(tensor) for tensor in on_cpu.values())
 

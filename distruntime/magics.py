@@ -82,7 +82,8 @@ def _context(words: list[str], shell: Shell) -> AbstractContextManager[object]:
 
 def _run(cell: str, shell: Shell) -> object:
     """Run a cell in the user's namespace; return the value of its last expression, which IPython shows."""
-    source = shell.transform_cell(cell)
+    # The cell's first line is the magic's own, and a traceback counts it.
+    source = "\n" + shell.transform_cell(cell)
     # Some versions of IPython count a cell before it runs, and others after it: the list of inputs has it.
     typed = shell.user_ns.get("In")
     number = len(typed) - 1 if isinstance(typed, list) else shell.execution_count

@@ -48,7 +48,7 @@ def test_a_cell_runs_where_a_name_leads(shell: Any) -> None:
 def test_its_lines_have_the_number_of_the_cell(shell: Any) -> None:
     number = shell.execution_count
     shell.run_cell("%%on 1\nkept = torch.ones(12345)", store_history=True).raise_error()
-    assert f"In[{number}]:1   kept = torch.ones(12345)" in repr(dr.memory())
+    assert f"In[{number}]:2   kept = torch.ones(12345)" in repr(dr.memory())
 
 
 @pytest.mark.parametrize("line", ["", "nowhere", "1 2 3", "torch"])
@@ -63,7 +63,7 @@ def test_an_error_names_the_cells_line(shell: Any) -> None:
     found = shell.run_cell(
         "%%on 0\nx = torch.ones(3)\nbad = x[torch.tensor([7], device=x.device)]\nbad.tolist()"
     )
-    with pytest.raises(IndexError, match=r"issued at .*3|bad = x"):
+    with pytest.raises(IndexError, match=r"issued at (In \[\d+\]|<ipython-input-\S+>|\S+):3  "):
         found.raise_error()
 
 

@@ -112,7 +112,7 @@ def install() -> None:
     for module in (_foreach_utils, sys.modules["torch.optim.optimizer"]):
         module._get_fused_kernels_supported_devices = _fused_devices  # type: ignore[attr-defined]
     _optimizer._foreach_supported_types.append(DistributedTensor)
-    # Clipping asks another list of the same name: without it, each gradient is a norm and a product of its own.
+    # Clipping asks another list of this name. Without it, each gradient is a norm and a product of its own.
     _foreach_utils._foreach_supported_types.append(DistributedTensor)  # type: ignore[arg-type]
     torch.nn.Module._apply = _apply_across  # type: ignore[method-assign]
     torch.nn.Module.to = _to_place  # type: ignore[method-assign, assignment]

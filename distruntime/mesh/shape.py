@@ -70,5 +70,6 @@ def members_for(
             + (f" ({len(session.nodes) - alive} lost)" if alive < len(session.nodes) else "")
             + (": make it smaller, or start" if have else ": name a kind that they have, or start")
             + " with more workers (world_size=, workers=); dr.nodes() shows what there is"
+            + ("" if have or device_type == "cpu" else ". simulate_cuda=2 pretends two of each worker")
         )
     return have[:need]

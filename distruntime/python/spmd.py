@@ -85,7 +85,7 @@ class _Team:
         groups_of(session_of_log(log)).meeting.require_routes([node.index for node in log.ranks], "dr.spmd")
         for number, (node, ranks) in enumerate(log.ranks.items()):
             devices = [str(log.members[k].local_device) for k in ranks]
-            args = (ranks, len(log.members), number, len(log.ranks), devices)
+            args = (ranks, len(log.members), number, len(log.ranks), devices, node.index)
             made = invoke(self._callee, _of_objects, args, {}, self.places[node], _keep)
             assert isinstance(made, RemoteObject)
             self._members[node] = made

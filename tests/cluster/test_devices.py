@@ -26,6 +26,14 @@ def test_a_cpu_has_memory_and_no_capability(session: object) -> None:
         assert 0 < cpu.free < cpu.total and "threads" in cpu.description
 
 
+def test_a_mesh_of_a_kind_that_is_nowhere_names_what_pretends_it(session: object) -> None:
+    with pytest.raises(
+        dr.errors.PlacementError,
+        match=r"0 cuda devices on 2 nodes: name a kind.*simulate_cuda=2 pretends two",
+    ):
+        dr.init_device_mesh("cuda", (2,))
+
+
 def test_simulated_gpus_are_no_cards(fresh_session: Callable[..., Any]) -> None:
     fresh_session(world_size=1, simulate_cuda=2, quiet=True)
     (info,) = dr.nodes()

@@ -20,7 +20,7 @@ from agree import REMOTE
 from distruntime.session.session import active_session
 from distruntime.streams.stream import current_stream
 from processes import blocked
-from strikes import Strike, Struck
+from strikes import Struck, strikes
 
 
 class Adder:
@@ -172,12 +172,11 @@ def _attack(
     """
     state: Any = case.look(case.make())[0]
     node, place = active_session().nodes[0], state._handle.place
-    allowed, after, count = _allowed(case), begin, 0
+    allowed, count = _allowed(case), 0
     on, behind = (streams[0], streams[1]) if streams else (nullcontext(), nullcontext())
     gate = None if case.asks and not known else streams[0] if streams else current_stream()
-    came = True
-    while came:
-        state, strike = case.make(), Strike(after)
+    for strike in strikes(begin, step):
+        state = case.make()
         dr.synchronize()
         if not known:
             place.clear_signatures()
@@ -201,9 +200,9 @@ def _attack(
         found = _values(first.result(60))
         assert found in allowed[:2], strike.struck
         assert found == _values(second.result(60)) == _values(dr.fetch(case.look(state))), strike.struck
-        came, after, count = strike.came, after + step, count + 1
+        count += strike.came
         # What is kept is kept twice then.
-        if came and case.then is Case.then:
+        if strike.came and case.then is Case.then:
             case.act(state)
             assert _values(dr.fetch(case.look(state))) == allowed[allowed.index(found) + 1], strike.struck
     return count
@@ -239,10 +238,9 @@ def test_what_a_handler_raises_in_a_kernel_is_no_word_of_the_kernel(
     session: object, kind: type[BaseException]
 ) -> None:
     x: Any = torch.ones(3).to(REMOTE)
-    after, came, places = 1, True, set()
-    while came:
+    places = set()
+    for strike in strikes(step=7, kind=kind):
         x._handle.place.clear_signatures()
-        strike = Strike(after, kind=kind)
         try:
             with strike:
                 torch.nn.functional.softmax(x, 0)
@@ -251,18 +249,17 @@ def test_what_a_handler_raises_in_a_kernel_is_no_word_of_the_kernel(
         else:
             assert not strike.struck
         places.add(strike.struck)
-        came, after = strike.came, after + 7
     assert any("/torch/" in place for place in places) and x.tolist() == [1.0] * 3
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_what_was_written_is_noted_for_autograd(session: object, known: bool) -> None:
     """Whoever has saved what an interrupted operation has written hears of it."""
-    after, came, refused = 1, True, 0
-    while came:
+    refused = 0
+    for strike in strikes():
         w = torch.ones(3).to(REMOTE)
         x = torch.ones(3, device=REMOTE, requires_grad=True)
-        y, strike = (x * w).sum(), Strike(after)
+        y = (x * w).sum()
         if not known:
             w._handle.place.clear_signatures()  # type: ignore[attr-defined]
         try:
@@ -277,5 +274,4 @@ def test_what_was_written_is_noted_for_autograd(session: object, known: bool) ->
         except RuntimeError as error:
             refused += 1
             assert "modified by an inplace operation" in str(error)
-        came, after = strike.came, after + 1
     assert refused > 1

@@ -37,7 +37,7 @@ def test_a_member_that_raises_ends_the_call(mesh: dr.mesh.DeviceMesh) -> None:
             raise KeyError("boom")
         dist.barrier()
 
-    with pytest.raises(KeyError, match=r"'boom' \(rank 1\)") as caught:
+    with pytest.raises(KeyError, match=r"'boom' \(rank 1 on node 1\)") as caught:
         dr.fetch(fails())
     assert 'raise KeyError("boom")' in str(caught.value.__cause__)
     assert works(mesh)
@@ -57,7 +57,7 @@ def test_a_member_that_exits_ends_the_call(
             os._exit(3)
         dist.barrier()
 
-    with pytest.raises(RuntimeError, match=r"rank 1 exited with code 3 in .*exits"):
+    with pytest.raises(RuntimeError, match=r"rank 1 on node 1 exited with code 3 in .*exits"):
         dr.fetch(exits())
     until(lambda: "[node 1] [rank 1] three" in (said.append(capfd.readouterr().out) or "".join(said)))
     assert "[node 1] [rank 1] one and two\n[node 1] [rank 1] three\n" in "".join(said)
@@ -102,7 +102,7 @@ def test_a_child_that_outlives_its_rank_does_not_hide_the_end(
             os._exit(3)
         dist.barrier()
 
-    with pytest.raises(RuntimeError, match="rank 1 exited with code 3"):
+    with pytest.raises(RuntimeError, match="rank 1 on node 1 exited with code 3"):
         dr.fetch(dr.spmd(mesh, leaves_a_child, returns=object)(tmp_path))
     os.kill(int((tmp_path / "child").read_text(encoding="utf-8")), signal.SIGKILL)
     assert works(mesh)

@@ -58,7 +58,7 @@ class Members:
     """The members of one mesh on this worker.
 
     `ranks` are their ranks, `world` is how many the mesh has, `nodes` on how many workers, and `node` is this
-    worker's number among those, from 0.
+    worker's number among those, from 0. The session calls this worker `index`.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class Members:
         node: int,
         nodes: int,
         devices: Sequence[str],
+        index: int,
     ) -> None:
         if not torch.distributed.is_available():
             raise NotSupportedError(
@@ -77,6 +78,8 @@ class Members:
             )
         self._around = around
         self._ranks, self._world, self._node, self._nodes = [*ranks], world, node, nodes
+        # Another worker's error may tell of them.
+        self._names = [f"rank {rank} on node {index}" for rank in ranks]
         self._devices = [around.device(torch.device(name)) for name in devices]
         # One call at a time has the processes, whichever stream it is on.
         self._lock = RLock()
@@ -321,7 +324,7 @@ class Members:
         return [answers[lane] for lane in range(len(self._children))]
 
     def _answer(self, lane: int, name: str) -> object:
-        child, rank = self._children[lane], self._ranks[lane]
+        child, member = self._children[lane], self._names[lane]
         incoming: Incoming | None
         try:
             incoming = receive(child.link)
@@ -330,7 +333,7 @@ class Members:
         self._print(lane)
         if incoming is None:
             assert self._nursery is not None
-            raise RuntimeError(f"rank {rank} {self._nursery.end_of(child)} in {name}")
+            raise RuntimeError(f"{member} {self._nursery.end_of(child)} in {name}")
         match incoming.message:
             case Done(result, grouped):
                 self._ungrouped = self._ungrouped or not grouped
@@ -339,7 +342,7 @@ class Members:
                 return found
             case Raised() as raised:
                 incoming.close()
-                found = error_of(raised.kind, f"{raised.text} (rank {rank})", raised.traceback)
+                found = error_of(raised.kind, f"{raised.text} ({member})", raised.traceback)
                 if any(word in raised.text for word in _LOST):
                     return found
                 raise found

@@ -16,10 +16,11 @@ import distruntime as dr
 from agree import REMOTE
 from distruntime.wire.codec import OPERAND
 from distruntime.wire.messages import ARGUMENT, FLOAT, HELD, MADE
+from distruntime_worker.programs.compiler import compiled, job_for, prepare
 from distruntime_worker.programs.definition import Definition, Instruction, Name, Row
-from distruntime_worker.programs.inductor import _compiled
 from distruntime_worker.programs.regions import Inputs, Region, graph_of, regions_of
 from distruntime_worker.programs.source import NotBegun, Source
+from distruntime_worker.python import children
 from distruntime_worker.values.step import Slots
 from distruntime_worker.values.template import Template, operator
 from processes import until
@@ -159,6 +160,41 @@ def _ready(program: Any) -> None:
     assert program.compiled == "inductor"
 
 
+def _looked_up() -> list[int]:
+    counters = torch._dynamo.utils.counters
+    return [counters["inductor"][f"fxgraph_cache_{how}"] for how in ("hit", "miss", "bypass")]
+
+
+@pytest.mark.slow
+def test_a_process_of_its_own_leaves_in_the_cache_what_the_worker_looks_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    dr.shutdown()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with dr.init_master_worker(world_size=1, quiet=True):
+        w = torch.rand(4, 4, device=REMOTE)
+        program: Any = dr.program(
+            lambda x: torch.bernoulli(((x[1:] @ w).sigmoid() + 1) / 2).exp().mul(2).add(w),
+            compile="inductor",
+        )
+        # The argument is a view, from where its memory does not begin.
+        x = torch.rand(5, 4, device=REMOTE)
+        for _ in range(4):
+            program(x)
+        until(lambda: program.compiled == "inductor", 300)
+        assert dr.fetch(dr.remote(_looked_up, returns=object)()) == [2, 0, 0]
+
+
+def test_a_process_that_nobody_wants_any_more_is_ended() -> None:
+    definition = _program()
+    parts, inputs = _parts(definition), Inputs()
+    patterns = [part.pattern for part in parts if part.pattern is not None]
+    job = job_for(definition, regions_of(definition, parts), patterns, torch.device, inputs)
+    assert job is not None
+    prepare(job, lambda: False)
+    assert not children._nursery
+
+
 @pytest.mark.slow
 def test_a_compilation_leaves_random_numbers_alone_that_are_drawn_beside_it(
     monkeypatch: pytest.MonkeyPatch,
@@ -176,7 +212,7 @@ def test_a_compilation_leaves_random_numbers_alone_that_are_drawn_beside_it(
     torch.manual_seed(3)
     expected = torch.rand(2), torch.rand(2)
     torch.manual_seed(3)
-    thread = threading.Thread(target=_compiled, args=(torch.fx.GraphModule({}, torch.fx.Graph()), []))
+    thread = threading.Thread(target=compiled, args=(torch.fx.GraphModule({}, torch.fx.Graph()), []))
     thread.start()
     assert begun.wait(60)
     first = torch.rand(2)

@@ -33,6 +33,8 @@ log = logging.getLogger("distruntime.worker")
 
 # A log file grows to so many bytes, and so many older ones are kept.
 _LOG_BYTES, _LOG_FILES = 10_000_000, 3
+# A worker starts these for `dr.spmd`, `distruntime run` and Inductor. They import torch, which takes long.
+_PROCESSES = {"member": ".python.member", "agent": ".python.agent", "compiler": ".programs.compiler"}
 
 
 def command() -> NoReturn:
@@ -59,10 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["keygen"]:
             return _keygen(keygen_parser().parse_args(arguments[1:]))
-        if arguments[:1] in (["member"], ["agent"]):
-            # A worker starts these for `dr.spmd` and `distruntime run`. They import torch, which takes two
-            # seconds.
-            status: int = importlib.import_module(f"{__package__}.python.{arguments[0]}").main(arguments[1:])
+        if module := _PROCESSES.get("".join(arguments[:1])):
+            status: int = importlib.import_module(module, __package__).main(arguments[1:])
             return status
         if arguments[:1] == ["token"]:
             return _token(token_parser().parse_args(arguments[1:]))

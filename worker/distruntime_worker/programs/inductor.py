@@ -6,8 +6,8 @@ has compiled on disk, by content, so the same program compiles faster in the nex
 
 from __future__ import annotations
 
-import importlib
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,9 +16,9 @@ from distruntime.errors import ProtocolError
 from distruntime.wire.messages import ARGUMENT, HELD, Plain
 from distruntime.wire.shield import Lock
 
-from ..machine.random_states import states_left
 from ..values.objects import Poisoned
 from ..values.step import Pattern, Slots, Step, Words
+from .compiler import Job, compiled, job_for, prepare
 from .definition import Definition, Name
 from .regions import Compiled, Inputs, graph_of, regions_of
 from .source import NotBegun, Source, Straight
@@ -87,26 +87,50 @@ class Inductor:
     def begin(self, source: Source, inputs: Inputs) -> None:
         """Compile in a thread of its own, for inputs like these."""
         self._begun, self.state = True, "compiling"
-        threading.Thread(target=self._compile, args=(source, inputs), daemon=True).start()
+        threading.Thread(target=_compile, args=(weakref.ref(self), source, inputs), daemon=True).start()
 
-    def _compile(self, source: Source, inputs: Inputs) -> None:
-        try:
-            with _compiling:
-                found = [
-                    (region, _compiled(self._graph(k), inputs.of[region.first]))
-                    for k, region in enumerate(self.regions)
-                    if region.first in inputs.of
-                ]
-            self._ready = source.with_regions(found)
-            self.state = "inductor"
-        # Whatever the compiler raises, the program goes on as it is, and its user is told.
-        except Exception as error:
-            text = str(error).strip().partition("\n")[0][:300]
-            self.state = f"Inductor cannot compile it: {type(error).__name__}: {text}"
-            self._complaint = f"a program runs as straight-line code. {self.state}"
+    def job(self, inputs: Inputs) -> Job | None:
+        """Return what another process is to compile first, if it can be told."""
+        return job_for(self._definition, self.regions, self._patterns, self._device, inputs)
+
+    def finish(self, source: Source, inputs: Inputs, job: Job | None) -> None:
+        """Compile what another process has compiled before, if there was a job: it is in Inductor's cache."""
+        found = []
+        for k, region in enumerate(self.regions):
+            if region.first in inputs.of:
+                given = inputs.of[region.first] if job is None else job.inputs_of(region)
+                found.append((region, _guarded(compiled(self._graph(k), given))))
+        self._ready = source.with_regions(found)
+        self.state = "inductor"
+
+    def fail(self, error: Exception) -> None:
+        """Go on with the program as it is, and tell its user."""
+        text = str(error).strip().partition("\n")[0][:300]
+        self.state = f"Inductor cannot compile it: {type(error).__name__}: {text}"
+        self._complaint = f"a program runs as straight-line code. {self.state}"
 
     def _graph(self, k: int) -> torch.fx.GraphModule:
         return graph_of(self.regions[k], self._definition, self._patterns, self._device)
+
+
+def _compile(inductor: weakref.ref[Inductor], source: Source, inputs: Inputs) -> None:
+    """Compile for a program, unless nobody has it any more. Blocks for seconds."""
+    try:
+        with _compiling:
+            one = inductor()
+            job = None if one is None else one.job(inputs)
+            # A session that ends lets go of its programs, and nobody wants the process's work then.
+            del one
+            if job is not None:
+                prepare(job, lambda: inductor() is not None)
+            one = inductor()
+            if one is not None:
+                one.finish(source, inputs, job)
+    # Whatever the compiler raises, the program goes on as it is.
+    except Exception as error:
+        one = inductor()
+        if one is not None:
+            one.fail(error)
 
 
 def inductor_for(
@@ -130,15 +154,8 @@ def _memory(value: torch.Tensor) -> int:
     return found
 
 
-def _compiled(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
-    """Compile a graph for inputs like these, by AOTAutograd and Inductor. Blocks for seconds."""
-    # Importing it takes seconds, which no other program should pay.
-    inductor = importlib.import_module("torch._inductor")
-    # A pool of processes is for the many kernels of GPUs.
-    # Inductor draws nothing, and would put back the states that it found seconds ago: what sessions drew
-    # meanwhile would be drawn once more.
-    with inductor.config.patch(compile_threads=1), torch.no_grad(), states_left():
-        call: Compiled = inductor.compile(module, list(inputs))
+def _guarded(call: Compiled) -> Compiled:
+    """Return a compiled region that has not begun where one of its inputs does not exist."""
 
     def run(*values: torch.Tensor) -> Sequence[torch.Tensor]:
         if Poisoned in map(type, values):

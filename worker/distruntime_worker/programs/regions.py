@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from distruntime.wire.codec import KIN, OPERAND, unpack_constant
 from distruntime.wire.messages import ARGUMENT, FLOAT, MADE, NUMBER, Plain
@@ -175,11 +176,19 @@ def graph_of(
     return fx.GraphModule({}, found.graph)
 
 
+def fake_mode() -> FakeTensorMode:
+    """Return a mode in which tensors have no memory, and fixed sizes.
+
+    Without a `ShapeEnv`, Inductor looks for nothing in its cache and leaves nothing there.
+    """
+    return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+
+
 class Inputs:
     """What the regions of a program get, as tensors without memory, noted in a run."""
 
     def __init__(self) -> None:
-        self._mode = FakeTensorMode()
+        self._mode = fake_mode()
         self.of: dict[int, list[torch.Tensor]] = {}
 
     def note(self, region: Region, values: Sequence[object]) -> None:

@@ -62,7 +62,7 @@ class Group:
             else:
                 tell(self.nodes[rank], Entry(self.number, key, value))
 
-        self.store = GroupStore(self.number, self.timeout, publish, post)
+        self.store = GroupStore(self.number, self.timeout, publish, post, len(own))
         # These belong to this worker's own members, by rank.
         self.devices: dict[int, torch.device] = {}
         self.channels: dict[int, DataChannel] = {}

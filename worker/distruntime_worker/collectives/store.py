@@ -41,8 +41,11 @@ class GroupStore(_Store):
         timeout: float,
         tell: Callable[[str, bytes], None],
         tell_one: Callable[[int, str, bytes], None] | None = None,
+        members: int = 0,
     ) -> None:
         super().__init__()
+        # So many members are on this worker. It is 0 where nobody has said it.
+        self.members = members
         self._group, self._timeout, self._tell, self._tell_one = group, timeout, tell, tell_one
         # It guards what follows.
         self._changed = threading.Condition()

@@ -93,7 +93,7 @@ PIECES = (
     Piece("transformers", "python tests/long/transformers_many.py --part {lot}", _parts(30)),
     Piece("benchmarks", "make bench ARGS='--quick {lot}'", (
         "operation kinds issuing latency bandwidth streams", "training_step groups cut_convolution mesh",
-        "pipeline overlap programs slow_programs", "scale startup distance survival strangers",
+        "pipeline overlap programs slow_programs", "growth", "scale startup distance survival strangers",
         "takeover functions timeline weights loader automatic_replay",
     )),
     Piece("long-tests", "pytest -q {lot}", (

@@ -40,6 +40,7 @@ BENCHMARKS = (
     "programs",
     "slow_programs",
     "scale",
+    "growth",
     "startup",
     "distance",
     "survival",

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from distruntime.errors import CheckpointError, ProtocolError
 from distruntime.wire.codec import failure_fields
@@ -29,6 +29,7 @@ from distruntime.wire.messages import (
     SweepSaves,
 )
 
+from ..machine import threads
 from ..values.objects import failure
 from .files import sync
 from .plan import INDEXES, OURS, explained
@@ -190,11 +191,7 @@ def answer(question: FolderQuestion, send: Callable[[Message], object]) -> None:
             names = files
     if not all(isinstance(name, str) for name in names):
         raise ProtocolError(f"{what} of files called {names!r:.80}")
-    try:
-        threading.Thread(target=_answer, args=(question, send), name=what, daemon=True).start()
-    except RuntimeError as error:
-        # Threading raises it where there is no more room for a thread.
-        raise ProtocolError(f"{what} cannot be begun: {error}") from error
+    threads.begin(partial(_answer, question, send), what)
 
 
 def _answer(question: FolderQuestion, send: Callable[[Message], object]) -> None:

@@ -10,6 +10,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -19,6 +20,7 @@ from distruntime.wire.descriptors import require
 from distruntime.wire.messages import Entry, Message, OpenGroup, Tainted
 from distruntime.wire.shield import Lock
 
+from ..machine import threads
 from ..machine.devices import Devices
 from .data_channel import find
 from .group import Broken, Group, Report, Tell
@@ -91,9 +93,11 @@ class Groups:
                 group.store.arrived(entry.key, entry.value)
             else:
                 log.warning("node %d has set a key of group %d, which it is not in", node, group.number)
-        threading.Thread(
-            target=self._join, args=(group, message, host, then), name="join", daemon=True
-        ).start()
+        try:
+            threads.begin(partial(self._join, group, message, host, then), "join")
+        except ConfigurationError as error:
+            group.end(f"it was never joined: {error}")
+            then(error)
 
     def _join(
         self, group: Group, message: OpenGroup, host: str, then: Callable[[BaseException | None], None]

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import torch
 
-from distruntime.errors import ConnectionFailed, ProtocolError
+from distruntime.errors import ConfigurationError, ConnectionFailed, ProtocolError
 from distruntime.wire.channel import HANG_UPS, Channel, PeerGone
-from distruntime.wire.codec import decode, encode
+from distruntime.wire.codec import decode, encode, failure_fields
 from distruntime.wire.deadlines import DIAL, UNREACHABLE
 from distruntime.wire.descriptors import raise_limit, spare
 from distruntime.wire.identity import has_died, process
@@ -38,6 +38,7 @@ from distruntime.wire.messages import (
     Cancel,
     CommitSave,
     Detach,
+    Failed,
     Fetch,
     Goodbye,
     Hello,
@@ -76,6 +77,7 @@ from ..machine.pages import give_pages_back, keep_pages
 from ..machine.settings import restore
 from ..publishing.published import Published
 from ..python.output import install_around
+from ..values.objects import failure
 from ..values.staging import downloads, uploads
 from .address import data_host
 from .admission import refusal
@@ -394,6 +396,15 @@ class Daemon:
                     raise ProtocolError(f"a master does not send {type(message).__name__}")
         except ProtocolError as error:
             self._broke(session, str(error))
+        except ConfigurationError as error:
+            # There is no room for a thread or a socket that the answer needs. It costs that answer alone.
+            request = getattr(message, "request", None)
+            if session is None or not isinstance(request, int):
+                self._broke(session, str(error))
+            else:
+                name = type(message).__name__
+                cause = failure(error, seq=0, position=0, op=f"answering {name}", operands="")
+                session.send(Failed(request, failure_fields(cause)))
         except NONSENSE as error:
             # Whatever it is in, it must not cost the other sessions.
             self._broke(session, f"a message makes no sense: {type(error).__name__}: {error!s:.200}")

@@ -52,7 +52,7 @@ from ..python.running import Around
 from ..values.draws import Draws
 from ..values.mesh_lanes import MeshState
 from ..values.step import Operator, Own
-from ..values.streams import Mesh, Stream, Work
+from ..values.streams import Borrowed, Mesh, Stream, Work
 from .steps import Steps
 
 # Python raises these where a master's words are of the wrong kind or number. Templates keep what operators
@@ -180,6 +180,12 @@ class Executor:
             self._cancelling.cut(stream, _END)
         streams[message.stream] = stream
         return stream
+
+    def refuse(self, stream: Stream, why: Exception) -> None:
+        """Let what is issued to a stream fail, as it has no thread: stream 0's steps over it (the reader)."""
+        stream.refused = why
+        self._cancelling.cut(stream, _END)
+        stream.queue = Borrowed(self.default.queue, stream)
 
     def open_mesh(self, message: OpenMesh) -> None:
         """Take part in a mesh (the reader)."""
@@ -320,6 +326,7 @@ class Executor:
         state, segment = self.state, work.segment
         if work.mesh is not None and stream.number == 0:
             stream = work.mesh.default
+        stream = work.borrowed.get(i, stream)
         state.by_thread[threading.get_ident()], stream.started = stream, time.monotonic()
         words, slots, waiting, start = segment.words, state.slots, stream.waiting, segment.start
         templates = (state if work.mesh is None else work.mesh).templates

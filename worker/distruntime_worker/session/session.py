@@ -6,15 +6,15 @@ Its executor, its threads, and its link to the master, which may come back on an
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 
 import torch
 
-from distruntime.errors import NotSupportedError, ProtocolError
+from distruntime.errors import ConfigurationError, NotSupportedError, ProtocolError
 from distruntime.wire.channel import Channel, ChannelClosed
 from distruntime.wire.codec import Buffer, decode, encode, failure_fields
 from distruntime.wire.identity import has_died
@@ -39,6 +39,7 @@ from ..collectives.peers import PeerChannel
 from ..log.budget import Budget
 from ..log.state import Sent
 from ..log.turns import Turn
+from ..machine import threads
 from ..machine.devices import Devices
 from ..machine.settings import per_thread
 from ..publishing.published import Others, Published
@@ -155,18 +156,22 @@ class Session:
                 with suppress(ChannelClosed):
                     self._channel.wake()
 
-        threading.Thread(target=act, name="sends-parts", daemon=True).start()
+        try:
+            threads.begin(act, "sends-parts")
+        except ConfigurationError:
+            self.held = False
+            raise
 
     def _start(self, stream: Stream, name: str) -> None:
-        threading.Thread(target=self._run, args=(stream,), name=name, daemon=True).start()
+        threads.begin(partial(self._run, stream), name)
 
     def open(self, message: OpenStream) -> None:
-        """Open a stream: start its thread."""
+        """Open a stream: start its thread. Where there is no room for one, what is issued to it fails."""
+        stream = self.executor.open(message)
         try:
-            self._start(self.executor.open(message), f"stream-{message.stream}")
-        except RuntimeError as error:
-            # Threading raises it where there is no more room for a thread.
-            raise ProtocolError(f"stream {message.stream} cannot be opened: {error}") from error
+            self._start(stream, f"stream-{message.stream}")
+        except ConfigurationError as error:
+            self.executor.refuse(stream, error)
 
     def send(self, message: Message, payload: memoryview | None = None, copy: bool = True) -> Sent:
         """Send to the master, from any thread; while it is away, the message waits.

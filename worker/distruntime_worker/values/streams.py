@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, final
 
 import torch
 
@@ -60,10 +60,48 @@ class Work:
     before: threading.Event | None = None
     # A program runs by its instructions, and this is the number of the one that runs.
     part: int = -1
+    # These stretches, by the index where they begin, are of streams without a thread: another one's runs them.
+    borrowed: dict[int, Stream] = field(default_factory=dict)
 
 
 # A stretch is the words from one index to another of a segment.
 Stretch = tuple[Work, int, int]
+
+
+class Queue(Protocol):
+    """What a stream has still to run."""
+
+    def put(self, item: Stretch | None) -> None:
+        """Add a stretch. None ends the thread behind those that are there."""
+
+    def get(self) -> Stretch | None:
+        """Return the next one. Block until there is one."""
+
+    def empty(self) -> bool:
+        """Whether there is none."""
+
+
+@final
+class Borrowed:
+    """The queue of a stream that has no thread: another stream's thread takes from it."""
+
+    def __init__(self, to: Queue, stream: Stream) -> None:
+        self._to, self._stream = to, stream
+
+    def put(self, item: Stretch | None) -> None:
+        """Add a stretch; the other stream ends by itself."""
+        if item is not None:
+            work, first, _ = item
+            work.borrowed[first] = self._stream
+            self._to.put(item)
+
+    def get(self) -> Stretch | None:
+        """Return nothing: nobody takes from here."""
+        return None
+
+    def empty(self) -> bool:
+        """Whether there is nothing here: what there is, is the other stream's."""
+        return True
 
 
 class Stream:
@@ -75,7 +113,7 @@ class Stream:
 
     def __init__(self, number: int, device: torch.device, priority: int = 0) -> None:
         self.number, self.device = number, device
-        self.queue: queue.SimpleQueue[Stretch | None] = queue.SimpleQueue()
+        self.queue: Queue = queue.SimpleQueue()
         self.reached = self.position = 0
         # What ends at or before this position and has not begun is dropped.
         self.cancelled = 0
@@ -93,7 +131,7 @@ class Stream:
         # issues to the default stream of every device.
         self.native = None
         # This is why it could not be opened. What is issued to it fails for that reason.
-        self.refused: RuntimeError | None = None
+        self.refused: Exception | None = None
         try:
             self.native = accelerator.stream(device, priority)
         except RuntimeError as error:

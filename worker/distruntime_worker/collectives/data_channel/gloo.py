@@ -120,8 +120,8 @@ class Gloo(DataChannel):
         """Return the connections that end where this member or another one listens.
 
         Where this process has one member only, there is one for each other member. If `near` has as many, the
-        other descriptors are not looked at. With looks at all, one more group cost a worker of 400 groups 45 ms
-        of processor time, and 3 ms without (2 cores, 2026-11).
+        other descriptors are not looked at. With looks at all, one more group cost a worker of 400 groups 45
+        ms of processor time, and 3 ms without (2 cores, 2026-11).
         """
         if where is None:
             return []

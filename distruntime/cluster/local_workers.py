@@ -17,6 +17,7 @@ from typing import final
 from ..launching.programs import how_ended, last_lines, wait_or_kill
 from ..session.launcher import Launcher, LaunchSpec, WorkerProcess
 from ..wire.deadlines import UNREACHABLE
+from ..wire.descriptors import naming
 from ..wire.keys import KeyPair
 from .nursery import NOBODY_KNOWS, ForkedWorker, begin_nursery, fork_worker
 
@@ -158,7 +159,7 @@ def start_worker(
         arguments += ["--listen", listen, "--once"]
     else:
         arguments += ["--master", master, "--node", str(node), "--local", str(os.getpid())]
-    with log.open("ab") as output:
+    with naming(f"no worker can be started for node {node}"), log.open("ab") as output:
         process: _Process | None = None
         if fork:
             process = fork_worker(arguments, environment, output, piped=not listen)

@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -66,15 +67,18 @@ def _path(name: str) -> Path:
 
 def write(entry: Entry) -> None:
     """Note a session, in place of an earlier one of its name; raise `ConfigurationError` if that fails."""
-    path = _path(entry.name)
+    path, written = _path(entry.name), ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", dir=path.parent, prefix=".", delete=False
         ) as file:
+            written = file.name
             json.dump({"format": _FORMAT, **asdict(entry)}, file)
         os.replace(file.name, path)
     except OSError as error:
+        with suppress(FileNotFoundError):
+            os.unlink(written)
         raise ConfigurationError(
             f"the session {entry.name!r} cannot be noted in {path.parent}: {error.strerror or error}. "
             "Set $DISTRUNTIME_STATE to a directory that can be written"

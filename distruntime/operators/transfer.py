@@ -26,7 +26,8 @@ from ..log.tape import not_in_a_program, recorded
 from ..session.requests import Request
 from ..session.session import session_of_log
 from ..session.stalls import before_wait, note_wait
-from ..wire.codec import bytes_tensor, dtype_name, tensor_bytes, unpack_constant
+from ..wire.codec import Buffer, bytes_tensor, dtype_name, tensor_bytes, unpack_constant
+from ..wire.descriptors import are_out, used_up
 from ..wire.link import LARGE
 from ..wire.messages import HOST, UPLOAD, Plain
 from ..wire.shared import LEAST, Loan
@@ -223,8 +224,31 @@ def request(handle: Handle, form: str, options: dict[str, Plain] | None = None) 
     shared: dict[str, Plain] = {"shared": loan.name} if loan is not None and node.shared else {}
     # Fresh pages come as the parts do. A bytearray of 1.6 GB would be zeroed first, and nothing else would
     # run for a second.
-    room = loan if loan is not None else mmap.mmap(-1, nbytes)
+    try:
+        room = loan if loan is not None else mmap.mmap(-1, nbytes)
+    except OSError as error:
+        raise _no_room(nbytes, node.index, error) from error
     return session.fetch(node, handle.ref, after, form, shared, room)
+
+
+def _no_room(nbytes: int, node: int, error: OSError) -> MemoryError:
+    return MemoryError(
+        f"no room here for the {nbytes:,} bytes of a tensor of node {node}: {used_up(error) or error}. The "
+        "tensor is still there; read a part of it, or let go of something here"
+    )
+
+
+def _owned(loan: Loan, nbytes: int) -> Buffer | mmap.mmap:
+    """Return what a loan has, in memory that its tensor may keep.
+
+    A mapping takes a descriptor, and a copy takes none.
+    """
+    try:
+        return loan.private(nbytes)
+    except OSError as error:
+        if not are_out(error):
+            raise
+    return bytearray(memoryview(loan.memory)[:nbytes])
 
 
 def tensor_from(reply: Request[object], spec: Spec) -> torch.Tensor:
@@ -239,7 +263,7 @@ def tensor_from(reply: Request[object], spec: Spec) -> torch.Tensor:
         if buffer is None:
             raise ProtocolError("a worker sent a large value that was not asked for")
         tensor = bytes_tensor(
-            dtype, sizes, buffer.private(spec.nbytes) if isinstance(buffer, Loan) else buffer
+            dtype, sizes, _owned(buffer, spec.nbytes) if isinstance(buffer, Loan) else buffer
         )
     else:
         # The clone is in memory that can be resized.

@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import io
+import os
 import platform
+import shutil
 import sys
 import tempfile
 import zipfile
@@ -17,6 +19,7 @@ from types import ModuleType
 
 import torch
 
+from distruntime.wire.descriptors import on_full_disk
 from distruntime.wire.scratch import scratch_folder
 
 # This module has the state, as each function that travels comes with globals of its own.
@@ -34,7 +37,13 @@ def install(archive: torch.Tensor, name: str, tops: list[str], digest: str) -> N
         return
     folder = tempfile.mkdtemp(prefix=f"{name[:40]}-", dir=_folder(state))
     with zipfile.ZipFile(io.BytesIO(bytes(archive.numpy()))) as packed:
-        packed.extractall(folder)
+        try:
+            packed.extractall(folder)
+        except OSError as error:
+            nbytes = sum(entry.file_size for entry in packed.infolist())
+            # A part of it would take what room there is, and nobody would use it.
+            shutil.rmtree(folder, ignore_errors=True)
+            raise on_full_disk(error, os.path.dirname(folder), nbytes) from error
     if before is not None:
         with suppress(ValueError):
             sys.path.remove(before[1])

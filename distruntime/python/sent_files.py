@@ -13,6 +13,7 @@ from contextlib import suppress
 import torch
 
 from distruntime.wire.codec import tensor_bytes
+from distruntime.wire.descriptors import on_full_disk
 
 # A file's path below the folder that was named, its size, its permissions, and its SHA-256.
 Entry = tuple[str, int, int, str]
@@ -114,8 +115,11 @@ class Incoming:
         """Write the next part; return this."""
         memory = tensor_bytes(data)
         self._hash.update(memory)
-        while memory:
-            memory = memory[self._file.write(memory) :]
+        try:
+            while memory:
+                memory = memory[self._file.write(memory) :]
+        except OSError as error:
+            raise on_full_disk(error, os.path.dirname(self.path), len(memory)) from error
         return self
 
     def end(self) -> str:

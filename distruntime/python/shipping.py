@@ -79,15 +79,20 @@ def ship(what: str | os.PathLike[str] | ModuleType, *, node: int | None = None) 
     if node is not None:
         session.places.devices(node)
     only = None if node is None else (session.name, node)
-    shipped = _packed(what, only)
+    shipped, before = _packed(what, only), [*_shipped]
     _shipped[:] = [
         other for other in _shipped if other.name != shipped.name or only not in (None, other.only)
     ]
     _shipped.append(shipped)
     if _equip not in before_code:
         before_code.append(_equip)
-    for one in session.living(node):
-        _equip(host(one.index))
+    try:
+        for one in session.living(node):
+            _equip(host(one.index))
+    except BaseException:
+        # Code that does not need it runs all the same. A worker that has it keeps it.
+        _shipped[:] = before
+        raise
     if node is None:
         for top in shipped.tops:
             send_by_name(top)

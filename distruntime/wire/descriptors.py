@@ -1,4 +1,5 @@
-"""File descriptors, of which a process has so many: what it does before they are out.
+"""File descriptors, of which a process has so many: what it does before they are out, and what is said where
+they are, or where processes, memory or a disk are.
 
 libzmq ends the process (SIGABRT) where it needs one for a socket of its own and there is none, and reads its
 sockets' listeners in a busy loop where it cannot accept. torch's and gloo's sockets fail in the midst. So it
@@ -10,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -103,6 +105,56 @@ class Spare:
 
 # A worker keeps these from its start; a master keeps none.
 spare = Spare()
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Let an error of a `with` block that says that something is used up say what, where, and of how much.
+
+    It is a `ConfigurationError` then. Other errors stay as they are.
+    """
+    try:
+        yield
+    except OSError as error:
+        words = used_up(error)
+        if not words:
+            raise
+        raise ConfigurationError(f"{what}: {words}") from error
+
+
+def used_up(error: OSError) -> str:
+    """Return the words for what is used up where a process was to be started; nothing for other errors."""
+    match error.errno:
+        case errno.EMFILE:
+            return (
+                f"this process (pid {os.getpid()}) has no file descriptor left of {_limit()}: raise the "
+                "limit (`ulimit -n` in the shell that starts it), or close files and connections"
+            )
+        case errno.ENFILE:
+            return "this machine has no file descriptor left: see /proc/sys/fs/file-nr"
+        case errno.EAGAIN:
+            processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+            most = "" if processes == resource.RLIM_INFINITY else f", {processes}"
+            return (
+                f"this process (pid {os.getpid()}) may start no process and no thread: the limit of its user "
+                f"(`ulimit -u`{most}) or of its control group (`pids.max`) is reached. Raise it, or end "
+                "something there"
+            )
+        case errno.ENOMEM:
+            return (
+                f"this process (pid {os.getpid()}) gets no more memory from the system: see `free`, "
+                "`ulimit -v`, and `memory.max` of its control group"
+            )
+    return ""
+
+
+def on_full_disk(error: OSError, path: str, nbytes: int) -> OSError:
+    """Return an error that says where a disk is full, and what was to be written there."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return error
+    free = shutil.disk_usage(path).free
+    text = f"{os.strerror(error.errno)}: {nbytes} bytes were to be written, {free} are free there: make room"
+    return OSError(error.errno, text, path)
 
 
 def are_out(error: OSError) -> bool:

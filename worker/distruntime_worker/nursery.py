@@ -33,6 +33,8 @@ from typing import final  # noqa: E402
 
 import numpy  # noqa: E402
 
+from distruntime.wire.descriptors import used_up  # noqa: E402
+
 from .cli import leave  # noqa: E402
 from .cli import main as run_worker  # noqa: E402
 from .machine import accelerator  # noqa: E402
@@ -49,6 +51,8 @@ gc.enable()
 _LOOK = 1.0
 # The nursery ends after so many seconds without a worker and without a request.
 _IDLE = 60.0
+# A worker that cannot be forked has this exit code: EX_OSERR of sysexits.h.
+_CANNOT = 71
 # A request has at most so many bytes.
 _LARGEST = 1 << 20
 
@@ -141,19 +145,26 @@ class Nursery:
             if request.pid in self._workers:
                 os.kill(request.pid, request.signal)
             return False
-        if _may_fork():
-            pid = os.fork()
-            if pid == 0:
-                self._become(request)
-                return True
-            self._workers[pid] = request.number, None
-        else:
-            process = _spawned(request)
-            pid = process.pid
-            self._workers[pid] = request.number, process
+        pid, code = 0, None
+        try:
+            if _may_fork():
+                pid = os.fork()
+                if pid == 0:
+                    self._become(request)
+                    return True
+                self._workers[pid] = request.number, None
+            else:
+                process = _spawned(request)
+                pid = process.pid
+                self._workers[pid] = request.number, process
+        except OSError as error:
+            # The master may ask again. It shows these words, as the last ones of a worker that has ended.
+            code = _CANNOT
+            with suppress(OSError):
+                os.write(request.descriptors[1], f"cannot fork: {used_up(error) or error}\n".encode())
         for descriptor in request.descriptors:
             os.close(descriptor)
-        self._report(request.number, pid, None)
+        self._report(request.number, pid, code)
         return False
 
     def _become(self, request: Request) -> None:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save as serialized
 
 from distruntime.wire.codec import tensor_bytes
+from distruntime.wire.descriptors import used_up
 
 OURS = re.compile(r"distruntime-[0-9a-f]{12}(-node\d+\.safetensors|\.json)|\.distruntime-[0-9a-f]{12}\.tmp")
 INDEXES = re.compile(r"distruntime(-[0-9a-f]{12})?\.json")
@@ -89,6 +90,8 @@ def explained(what: str, folder: str, nbytes: int = 0) -> Iterator[None]:
                 f"{nbytes} bytes were to be written, and {shutil.disk_usage(there).free} are free there: "
                 "make room, or save elsewhere"
             )
+        elif used_up(error):
+            lines.append(used_up(error))
         elif isinstance(error, PermissionError) or error.errno == errno.EROFS:
             lines.append(
                 f"the worker runs as user {os.getuid()}, who must be allowed to write there: choose a "

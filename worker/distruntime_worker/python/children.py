@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import count
 
+from distruntime.wire.descriptors import naming
 from distruntime.wire.shield import Lock
 
 from .skeleton import Real
@@ -182,7 +183,8 @@ def enter() -> Nursery:
         if _nursery and not _nursery[0].look():
             _nursery.pop().close()
         if not _nursery:
-            _nursery.append(Nursery())
+            with naming("processes of dr.spmd need one from which they are forked"):
+                _nursery.append(Nursery())
         _nursery[0].users += 1
         return _nursery[0]
 

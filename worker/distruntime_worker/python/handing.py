@@ -7,8 +7,10 @@ goes over the socket. A tensor of a GPU goes by CUDA IPC, as torch.multiprocessi
 from __future__ import annotations
 
 import array
+import errno
 import os
 import pickle
+import shutil
 import socket
 import struct
 from collections.abc import Callable
@@ -18,12 +20,14 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.utils._pytree import tree_leaves
 
-from distruntime.errors import ProtocolError
+from distruntime.errors import ConfigurationError, ProtocolError
 from distruntime.wire.codec import Opened, opened
 
 from ..values.objects import spec_fields
 
 _HEAD = struct.Struct("<QI")
+# torch's shared memory is there.
+_SHARED = "/dev/shm"
 # Linux takes 253 descriptors in a message.
 _MOST_FDS = 250
 
@@ -68,12 +72,29 @@ class Outgoing:
         """Send a message; block until it is in the socket. The memories belong to both sides then."""
         data = pickle.dumps(message, protocol=5)
         # The descriptor is the storage's own, and is open for as long as the storage lives.
-        fds = [storage._share_fd_cpu_()[0] for storage in self._storages]
+        fds = [_shared(storage) for storage in self._storages]
         link.sendall(_HEAD.pack(len(data), len(fds)))
         for k in range(0, len(fds), _MOST_FDS):
             part = array.array("i", fds[k : k + _MOST_FDS])
             link.sendmsg([b"f"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, part)])
         link.sendall(data)
+
+
+def _shared(storage: torch.UntypedStorage) -> int:
+    """Move a memory into shared memory; return its descriptor."""
+    try:
+        descriptor: int = storage._share_fd_cpu_()[0]
+    except RuntimeError as error:
+        # torch says the number, and not which disk is full.
+        if f"({errno.ENOSPC})" not in str(error):
+            raise
+        room = shutil.disk_usage(_SHARED)
+        raise ConfigurationError(
+            f"{_SHARED} of this worker is full: {storage.nbytes():,} bytes go through it to a process of "
+            f"dr.spmd, and {room.free:,} of {room.total:,} are free. Make it larger (`mount -o "
+            f"remount,size=8g {_SHARED}`, in a container `--shm-size=8g`), or remove what is left in it"
+        ) from error
+    return descriptor
 
 
 class Incoming:

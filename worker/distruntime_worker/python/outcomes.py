@@ -6,7 +6,9 @@ by whoever is first. So a worker that is told to stop after all have returned ha
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +19,9 @@ import torch
 import torch.distributed
 
 from distruntime import errors
+from distruntime.wire.descriptors import require
+
+from ..machine.threads import no_room
 
 if torch.distributed.is_available():
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -50,7 +55,14 @@ class Outcomes:
 
     def listen(self, host: str) -> int:
         """Start the store here; return its port."""
-        self._server = TCPStore(host, 0, is_master=True, timeout=MEETING, wait_for_workers=False)
+        require("the store of dr.spmd")
+        try:
+            self._server = TCPStore(host, 0, is_master=True, timeout=MEETING, wait_for_workers=False)
+        except RuntimeError as error:
+            # torch says no more than that, where it cannot start a thread.
+            if os.strerror(errno.EAGAIN) in str(error):
+                raise errors.ConfigurationError(no_room("the store of dr.spmd")) from error
+            raise
         port: int = self._server.port
         return port
 

@@ -71,7 +71,7 @@ from ..collectives.data_channel import prepare
 from ..log.budget import Budget, limits
 from ..log.turns import Turns
 from ..log.watching import install_watching
-from ..machine import accelerator, hardware, lost
+from ..machine import accelerator, hardware, lost, own_log, threads
 from ..machine.devices import Devices
 from ..machine.pages import give_pages_back, keep_pages
 from ..machine.settings import restore
@@ -262,13 +262,19 @@ class Daemon:
             give_pages_back()
             if not self._sessions:
                 # The devices wait for their kernels there.
-                threading.Thread(target=_give_memory_back, name="gives-memory-back", daemon=True).start()
+                try:
+                    threads.begin(_give_memory_back, "gives-memory-back")
+                except ConfigurationError as error:
+                    log.warning("%s", error)
         if now > self._dial_at:
             self._dial()
         for session in [session for session in self._sessions.values() if session.broken is not None]:
             self._drop(session, str(session.broken))
         if now > self._looked + _LOOK:
             self._looked = now
+            # A disk that is full costs no session.
+            with suppress(OSError):
+                own_log.cut()
             self._reporter.look()
             for session in [session for session in self._sessions.values() if session.spent]:
                 dead = not session.lasting and has_died(session.process)

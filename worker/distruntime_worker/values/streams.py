@@ -60,7 +60,7 @@ class Work:
     before: threading.Event | None = None
     # A program runs by its instructions, and this is the number of the one that runs.
     part: int = -1
-    # These stretches, by the index where they begin, are of streams without a thread: another one's runs them.
+    # These stretches, by the index where they begin, are of streams without a thread.
     borrowed: dict[int, Stream] = field(default_factory=dict)
 
 

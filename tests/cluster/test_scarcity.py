@@ -9,6 +9,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -145,6 +146,35 @@ def test_a_full_disk_costs_nothing_but_what_was_to_be_written(tmp_path: Path) ->
     for what in ("save", "load", "ship", "push", "publish", "print", "works"):
         check(child, f"again {what}", "fine: 200000.0" if what == "load" else "fine")
     check(child, "named", rf"ConfigurationError: the session 'scarce' cannot be noted in {disk}/state")
+
+
+def full_cache(name: str) -> None:
+    """The child: Inductor keeps its work on a disk that is full."""
+    small_disks.mount(Path(name))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{name}/cache"
+    small_disks.fill(Path(name))
+    dr.init_master_worker(world_size=1, quiet=True)
+    program = dr.program(waves, compile="inductor")
+    x = torch.ones(8, 8, device="remote")
+    for _ in range(4):
+        program(x)
+    until(lambda: program.compiled not in ("", "compiling"), 100)
+    said("compiled", lambda: program.compiled)
+    said("right", lambda: torch.allclose(program(x).cpu(), waves(torch.ones(8, 8))))
+    dr.shutdown()
+
+
+def waves(x: Tensor) -> Tensor:
+    return ((torch.sin(x) * 2 + torch.cos(x)) * 3).exp() - 1
+
+
+@needs_disks
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor takes a C++ compiler")
+@pytest.mark.slow(reason="Inductor is imported, and compiles until its disk is full: 6 s")
+def test_a_full_disk_of_inductors_is_named_and_the_program_runs(tmp_path: Path) -> None:
+    child = with_mounts(full_cache, str(tmp_path))
+    check(child, "compiled", rf"cannot compile.*No space left on device \({tmp_path}/cache, 0 bytes free")
+    check(child, "right", "fine: True")
 
 
 def full_shared_memory() -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -33,8 +34,8 @@ def fill(path: Path) -> None:
     try:
         while True:
             os.write(descriptor, bytes(4096))
-    except OSError:
-        pass  # as it must: it is full
+    except OSError as error:
+        assert error.errno == errno.ENOSPC
     finally:
         os.close(descriptor)
 

@@ -6,16 +6,21 @@ has compiled on disk, by content, so the same program compiles faster in the nex
 
 from __future__ import annotations
 
-import threading
+import errno
+import importlib
+import os
+import shutil
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
-from distruntime.errors import ProtocolError
+from distruntime.errors import ConfigurationError, ProtocolError
 from distruntime.wire.messages import ARGUMENT, HELD, Plain
 from distruntime.wire.shield import Lock
 
+from ..machine import threads
 from ..values.objects import Poisoned
 from ..values.step import Pattern, Slots, Step, Words
 from .compiler import Job, compiled, job_for, prepare
@@ -87,7 +92,10 @@ class Inductor:
     def begin(self, source: Source, inputs: Inputs) -> None:
         """Compile in a thread of its own, for inputs like these."""
         self._begun, self.state = True, "compiling"
-        threading.Thread(target=_compile, args=(weakref.ref(self), source, inputs), daemon=True).start()
+        try:
+            threads.begin(partial(_compile, weakref.ref(self), source, inputs), "compiles")
+        except ConfigurationError as error:
+            self.give_up(str(error))
 
     def job(self, inputs: Inputs) -> Job | None:
         """Return what another process is to compile first, if it can be told."""
@@ -103,10 +111,9 @@ class Inductor:
         self._ready = source.with_regions(found)
         self.state = "inductor"
 
-    def fail(self, error: Exception) -> None:
+    def give_up(self, why: str) -> None:
         """Go on with the program as it is, and tell its user."""
-        text = str(error).strip().partition("\n")[0][:300]
-        self.state = f"Inductor cannot compile it: {type(error).__name__}: {text}"
+        self.state = f"Inductor cannot compile it: {why}"
         self._complaint = f"a program runs as straight-line code. {self.state}"
 
     def _graph(self, k: int) -> torch.fx.GraphModule:
@@ -130,7 +137,17 @@ def _compile(inductor: weakref.ref[Inductor], source: Source, inputs: Inputs) ->
     except Exception as error:
         one = inductor()
         if one is not None:
-            one.fail(error)
+            text = str(error).strip().partition("\n")[0][:300]
+            one.give_up(f"{type(error).__name__}: {text}{_where_it_is_full(text)}")
+
+
+def _where_it_is_full(text: str) -> str:
+    """Return what a full disk's error of Inductor's leaves out: the folder, and what is free there."""
+    if os.strerror(errno.ENOSPC) not in text:
+        return ""
+    folder = importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
+    there = folder if os.path.isdir(folder) else os.path.dirname(folder)
+    return f" ({folder}, {shutil.disk_usage(there).free} bytes free; TORCHINDUCTOR_CACHE_DIR names another)"
 
 
 def inductor_for(

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import control_groups
 import distruntime as dr
 import small_disks
 from distruntime_worker import nursery as worker_nursery
@@ -295,6 +296,40 @@ def test_a_master_with_256_mib_reads_what_fits() -> None:
         check(child, "small", "fine: 1048576.0")
         check(child, "part", "fine: 1000.0")
         check(child, "works", "fine: True")
+
+
+_NO_GROUPS = control_groups.unavailable()
+needs_groups = pytest.mark.skipif(bool(_NO_GROUPS), reason=_NO_GROUPS)
+
+
+def eats(x: Tensor) -> Tensor:
+    """Take more memory than the group has."""
+    return x + torch.ones(100 << 20).sum()
+
+
+def eats_alone(x: Tensor, group: str) -> Tensor:
+    if torch.distributed.get_rank() == 1:
+        Path(group).write_text(str(os.getpid()), encoding="ascii")
+        return eats(x)
+    return x
+
+
+@needs_groups
+def test_the_kernel_kills_a_worker_and_a_rank_that_take_too_much() -> None:
+    with control_groups.memory(200 << 20) as group, dr.init_master_worker(world_size=2, quiet=True):
+        mesh = dr.init_device_mesh("cpu", (2,))
+        alone, more = dr.spmd(mesh)(eats_alone), dr.spmd(mesh)(one_more)
+        x = torch.ones(3, device=mesh.device)
+        with pytest.raises(RuntimeError, match=r"rank 1 was ended by SIGKILL in .*eats_alone"):
+            alone(x, str(group)).cpu()
+        assert more(x).cpu().tolist() == [2.0] * 3 and works()
+        group.write_text(str(dr.nodes()[1].pid), encoding="ascii")
+        with pytest.raises(dr.errors.NodeFailed, match=r"node 1 .*SIGKILL.*by the kernel.*no memory left"):
+            with dr.on(1):
+                torch.ones(100 << 20, device="remote").sum().item()
+        assert works()
+        dr.restart(1)
+        assert works(1)
 
 
 def test_a_nursery_that_cannot_fork_says_so_in_the_workers_log_and_goes_on(

@@ -132,6 +132,7 @@ def noisy(x: Tensor) -> Tensor:
 
 
 @needs_disks
+@pytest.mark.slow(reason="a master in a process of its own, and three sessions: 5 s")
 def test_a_full_disk_costs_nothing_but_what_was_to_be_written(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -200,6 +201,7 @@ def one_more(x: Tensor) -> Tensor:
 
 
 @needs_disks
+@pytest.mark.slow(reason="starts processes of dr.spmd: 5 s")
 def test_shared_memory_that_is_full_is_named_and_costs_a_call_of_spmd() -> None:
     child = with_mounts(full_shared_memory)
     check(child, "spmd", r"/dev/shm of this worker is full: 12 bytes.*0 of 1,048,576 are free.*--shm-size")
@@ -235,6 +237,7 @@ def worker_without_descriptors(folder: str) -> None:
     dr.shutdown()
 
 
+@pytest.mark.slow(reason="starts processes of dr.spmd: 5 s")
 def test_a_worker_without_descriptors_goes_on(tmp_path: Path) -> None:
     with Child(worker_without_descriptors, str(tmp_path)) as child:
         check(child, "none group", r"node 0 .*(Too many open files|file descriptors left)")
@@ -315,6 +318,7 @@ def eats_alone(x: Tensor, group: str) -> Tensor:
 
 
 @needs_groups
+@pytest.mark.slow(reason="starts processes of dr.spmd: 3 s")
 def test_the_kernel_kills_a_worker_and_a_rank_that_take_too_much() -> None:
     with control_groups.memory(200 << 20) as group, dr.init_master_worker(world_size=2, quiet=True):
         mesh = dr.init_device_mesh("cpu", (2,))

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,9 @@ from torch import Tensor
 import control_groups
 import distruntime as dr
 import small_disks
+from distruntime.wire.keys import KeyPair
 from distruntime_worker import nursery as worker_nursery
-from processes import PATH, Child, until
+from processes import PATH, Child, ListeningWorker, until
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="limits of other processes are set on Linux only"),
@@ -334,6 +336,40 @@ def test_the_kernel_kills_a_worker_and_a_rank_that_take_too_much() -> None:
         assert works()
         dr.restart(1)
         assert works(1)
+
+
+@needs_groups
+def test_a_daemon_without_a_thread_for_a_session_says_so_and_keeps_what_it_has(
+    tmp_path: Path,
+) -> None:
+    KeyPair.generate().save(tmp_path / "key")
+    daemon = ListeningWorker(
+        tmp_path, "--listen", "tcp://127.0.0.1:0", "--key", str(tmp_path / "key"), "--threads", "1"
+    )
+    try:
+        begin = partial(
+            dr.init_master_worker,
+            workers=[daemon.address],
+            key=tmp_path / "key",
+            session="kept",
+            resume="auto",
+            keep=60,
+            quiet=True,
+        )
+        begin()
+        dr.publish("x", torch.ones(3, device="remote"))
+        dr.detach()
+        with control_groups.threads() as group:
+            (group / "cgroup.procs").write_text(str(daemon.process.pid), encoding="ascii")
+            with pytest.raises(dr.errors.ConnectionFailed, match=r"start one more \(session\).*pids.max"):
+                begin(timeout=20)
+            (group / "pids.max").write_text("max", encoding="ascii")
+            begin()
+            assert dr.lookup("x").sum().item() == 3.0
+            dr.shutdown()
+    finally:
+        daemon.process.kill()
+        daemon.process.wait()
 
 
 def test_a_nursery_that_cannot_fork_says_so_in_the_workers_log_and_goes_on(

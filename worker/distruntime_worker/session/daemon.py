@@ -479,6 +479,13 @@ class Daemon:
             found.come_back(peer, hello)
             log.info("session of master %s goes on", found.master)
             return
+        try:
+            # A session takes one. Where there is none, the one that it was to go on from stays.
+            threads.begin(_nothing, "session")
+        except ConfigurationError as error:
+            self._strangers.note(f"refused a master on {hello.host}: {error}")
+            self._greet(peer, Refused(str(error), False))
+            return
         if found is not None:
             found.send(Detach(f"the session was taken over by a master on {hello.host}"))
             self._end(found, f"taken over by a master on {hello.host}")
@@ -539,6 +546,10 @@ class Daemon:
                 if other.alone_since is not None
             ],
         )
+
+
+def _nothing() -> None:
+    """Return at once."""
 
 
 def _give_memory_back() -> None:

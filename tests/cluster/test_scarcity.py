@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -321,8 +322,9 @@ def eats_alone(x: Tensor, group: str) -> Tensor:
 
 @needs_groups
 @pytest.mark.slow(reason="starts processes of dr.spmd: 3 s")
-def test_the_kernel_kills_a_worker_and_a_rank_that_take_too_much() -> None:
-    with control_groups.memory(200 << 20) as group, dr.init_master_worker(world_size=2, quiet=True):
+def test_the_kernel_kills_a_worker_and_a_rank_that_take_too_much(fresh_session: Callable[..., Any]) -> None:
+    fresh_session(world_size=2)
+    with control_groups.memory(200 << 20) as group:
         mesh = dr.init_device_mesh("cpu", (2,))
         alone, more = dr.spmd(mesh)(eats_alone), dr.spmd(mesh)(one_more)
         x = torch.ones(3, device=mesh.device)
@@ -340,7 +342,7 @@ def test_the_kernel_kills_a_worker_and_a_rank_that_take_too_much() -> None:
 
 @needs_groups
 def test_a_daemon_without_a_thread_for_a_session_says_so_and_keeps_what_it_has(
-    tmp_path: Path,
+    own_state: None, tmp_path: Path
 ) -> None:
     KeyPair.generate().save(tmp_path / "key")
     daemon = ListeningWorker(

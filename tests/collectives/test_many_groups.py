@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -67,17 +69,18 @@ def _let_go() -> int:
     return int(state["looked"])
 
 
-def test_a_group_looks_at_few_descriptors_of_a_worker_that_has_many() -> None:
-    with dr.init_master_worker(world_size=2, quiet=True):
-        for node in range(2):
-            with dr.on(node):
-                dr.remote(_hold)()
-        # A group is opened beside what the workers run.
-        dr.synchronize()
-        group = dr.distributed.new_group([0, 1])
-        looked = []
-        for node in range(2):
-            with dr.on(node):
-                looked.append(int(dr.remote(_let_go)()))
-        group.close()
+def test_a_group_looks_at_few_descriptors_of_a_worker_that_has_many(
+    fresh_session: Callable[..., Any],
+) -> None:
+    fresh_session(world_size=2)
+    for node in range(2):
+        with dr.on(node):
+            dr.remote(_hold)()
+    # A group is opened beside what the workers run.
+    dr.synchronize()
+    dr.distributed.new_group([0, 1])
+    looked = []
+    for node in range(2):
+        with dr.on(node):
+            looked.append(int(dr.remote(_let_go)()))
     assert all(0 < count < LOOKED_AT for count in looked), looked

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,12 +36,11 @@ def _again() -> None:
 
 
 @pytest.fixture
-def without_threads() -> Iterator[None]:
-    with dr.init_master_worker(world_size=2, quiet=True):
-        with dr.on(0):
-            dr.remote(_no_more)()
-        dr.synchronize()
-        yield
+def without_threads(fresh_session: Callable[..., Any]) -> None:
+    fresh_session(world_size=2)
+    with dr.on(0):
+        dr.remote(_no_more)()
+    dr.synchronize()
 
 
 def works() -> bool:

@@ -58,7 +58,7 @@ class Kind(NamedTuple):
     workers: int = 1
     # Python's collector is measured beside it.
     collected: bool = False
-    # A worker's cost of an operation is held to the bar.
+    # What one more costs is held to the bar, and what an operation costs a worker.
     held: bool = True
 
 
@@ -251,7 +251,7 @@ def _compared(
             many, fewer = (min(getattr(pair[k], of) for pair in pairs) for k in (0, 1))
             if fewer < _NOTHING:
                 continue
-            held = kind.held or side == "issuing"
+            held = kind.held or (side == "issuing" and name == "an operation")
             yield Figure(
                 f"{kind.name}: {name} at {counts[1]:,} / at {counts[0]:,}, {side}",
                 many / fewer,

@@ -201,8 +201,16 @@ def total(all_lines: Sequence[Line]) -> Line:
     return line
 
 
-def reasons(found: Sequence[Found], causes: list[Cause]) -> Iterator[str]:
-    """Yield each cause with the number of tests that it explains."""
+def by_mode(all_lines: Sequence[Line]) -> Iterator[Line]:
+    """Yield a line for each mode, with what its files have together."""
+    for mode in dict.fromkeys(line.mode for line in all_lines):
+        those = [line for line in all_lines if line.mode == mode]
+        whole = total(those)
+        yield Line(mode, f"{len(those)} files", whole.of, whole.counts)
+
+
+def reasons(found: Sequence[Found], causes: list[Cause], least: int = 1) -> Iterator[str]:
+    """Yield each cause that explains so many tests, and how many tests the others explain."""
     explained: Counter[tuple[str, str]] = Counter()
     for group in found:
         for row in group.rows:
@@ -210,7 +218,10 @@ def reasons(found: Sequence[Found], causes: list[Cause]) -> Iterator[str]:
                 explained[cause.kind, cause.why] += 1
     order = list(KINDS)
     for (kind, why), number in sorted(explained.items(), key=lambda one: (order.index(one[0][0]), -one[1])):
-        yield f"- {kind}, {number}: {why}"
+        if number >= least:
+            yield f"- {kind}, {number}: {why}"
+    if rest := [number for number in explained.values() if number < least]:
+        yield f"- {len(rest)} other reasons, {sum(rest)}: `tests/torch_tests/expected.txt`"
 
 
 def rewrite(page: Path, words: Sequence[str], mode: str | None) -> None:
@@ -317,19 +328,19 @@ def main() -> int:
         keep(options.keep, found, seconds)
     each = list(lines(found, causes))
     whole = total(each)
-    words = [
+    begin = (
         f"{time.strftime('%Y-%m-%d')}, {revision()}, torch {importlib.metadata.version('torch')}, the "
         f"tests of PyTorch {sources.version(folder)}, {os.cpu_count()} cores, "
         f"Python {platform.python_version()}: "
-        f"{sum(whole.counts.values())} tests in {seconds / 60:.0f} minutes.",
-        "",
-        *table([line.cells() for line in [*each, whole]]),
-        "",
-        *reasons(found, causes),
-    ]
-    print(*words, *now_passing(found, causes), sep="\n")
+        f"{sum(whole.counts.values())} tests in {seconds / 60:.0f} minutes."
+    )
+    files = table([line.cells() for line in [*each, whole]])
+    print(begin, "", *files, "", *reasons(found, causes), *now_passing(found, causes), sep="\n")
     if options.page:
-        rewrite(options.page, words, options.mode)
+        # The page has a line for each mode, and the reasons of which there are several tests.
+        modes = [line.cells() for line in by_mode(each)]
+        shown = table([*modes, whole.cells()] if len(modes) > 1 else modes)
+        rewrite(options.page, [begin, "", *shown, "", *reasons(found, causes, least=5)], options.mode)
     return 1 if whole.counts["unexplained"] or any(group.deaths for group in found) else 0
 
 

@@ -145,8 +145,22 @@ def test_the_test_in_which_a_process_ended_has_failed(lane: Any, tmp_path: Path)
     ]
     (line,) = lane("run").lines([found], [])
     assert line.cells()[:5] == ["f.py", "device", "7", "2", "1"] and line.cells()[-1] == "1"
+    (whole,) = lane("run").by_mode([line, line])
+    assert whole.cells()[:5] == ["2 files", "device", "14", "4", "2"] and whole.cells()[-1] == "2"
     lane("run").keep(path, [found], 60.0)
     assert lane("run").kept(path) == ([found], 60.0)
+
+
+def test_a_page_has_the_reasons_of_several_tests_and_counts_the_others(lane: Any) -> None:
+    run, expected = lane("run"), lane("expected")
+    tests = [failed(lane, f"f.py::C::test_{name}") for name in ("a0", "a1", "b", "c")]
+    causes = [expected.Cause("torch", f"why {name}", tests=[f"f.py::C::test_{name}*"]) for name in "abc"]
+    found = [run.Found("device", tests)]
+    assert list(run.reasons(found, causes)) == ["- torch, 2: why a", "- torch, 1: why b", "- torch, 1: why c"]
+    assert list(run.reasons(found, causes, least=2)) == [
+        "- torch, 2: why a",
+        "- 2 other reasons, 2: `tests/torch_tests/expected.txt`",
+    ]
 
 
 def test_a_folder_without_tests_is_refused(

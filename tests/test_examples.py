@@ -95,6 +95,7 @@ LONG = {
     "15_actors": "plays fifteen rounds, 6 s of a core",
     "18_schedules": "trains on two workers and here, 5 s in the suite",
     "19_all_together": "trains on eight members of four workers, 20 s of a core",
+    "23_own_launcher": "starts workers and kills some, 12 s of a processor",
     "16_sweep": "trains eight models, 8 s of a core",
 }
 

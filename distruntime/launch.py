@@ -6,7 +6,6 @@ import argparse
 import importlib
 import os
 import shlex
-import shutil
 import socket
 import sys
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ from .launching.script import Script, command
 from .session.launcher import Launcher, LaunchSpec, dialled_at
 from .wire.deadlines import CONNECT, UNREACHABLE
 from .wire.keys import KeyPair, choose, default_path, needs_key
-from .wire.scratch import remove, scratch_folder
+from .wire.scratch import own_shared, remove, scratch_folder, sweep_shared
 
 # Without -n so many workers start here.
 _COUNT = 2
@@ -115,7 +114,10 @@ def _in_allocation(options: argparse.Namespace, words: list[str], found: slurm.A
 
     with ExitStack() as after:
         # The machines of an allocation share the user's folders, and the key with them.
-        after.callback(shutil.rmtree, shared, ignore_errors=True)
+        sweep_shared(shared.parent)
+        shared.mkdir(mode=0o700, parents=True)
+        own_shared(shared)
+        after.callback(remove, shared)
         meeting = _over_tcp(options, found.count, shared, alone=alone)
         job = _job(
             options, words, slurm.SlurmLauncher(found), meeting, scratch_folder("launch", sockets=True)
@@ -249,6 +251,7 @@ def _be_a_rank(options: argparse.Namespace, words: list[str]) -> int:
         key = options.key or default_path()
         meeting = Meeting(options.listen or f"tcp://0.0.0.0:{port}", options.master, key, rank.size - 1)
     else:
+        sweep_shared(folder() / "launch")
         shared = ranks.meeting_folder(options.meet, rank, folder())
         meeting = (
             ranks.join_meeting(shared, rank, CONNECT.get()) if rank.rank else ranks.open_meeting(shared, rank)
@@ -269,4 +272,4 @@ def _be_a_rank(options: argparse.Namespace, words: list[str]) -> int:
         return code
     finally:
         if shared is not None:
-            shutil.rmtree(shared, ignore_errors=True)
+            remove(shared)

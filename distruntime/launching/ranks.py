@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ..errors import ConfigurationError, ConnectionFailed
 from ..wire.keys import KeyPair
+from ..wire.scratch import own_shared
 from .job import Meeting
 
 # These are the variables of a rank, of the number of ranks, of those on one machine, and what names the job:
@@ -116,6 +117,8 @@ def open_meeting(folder: Path, rank: Rank) -> Meeting:
     port = free_port()
     master = f"tcp://{host}:{port}"
     KeyPair.generate().save(folder / _KEY)
+    # A launch that is killed leaves it to the next one.
+    own_shared(folder)
     try:
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, delete=False) as file:
             file.write(master)

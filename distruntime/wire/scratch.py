@@ -38,6 +38,9 @@ _NAME = re.compile(
     rf"distruntime-[a-z]+-([a-z2-7]{{{_MARK}}})([a-z2-7]{{{_MARK}}})-\w{{{_RANDOM}}}(?:\.gone)?", re.ASCII
 )
 
+# A folder that other machines see has its marks in this file.
+_OWNER = "owner"
+
 # For each folder: the descriptor that holds the lock, the process that has it, and whether the folder goes
 # when that process ends.
 _held: dict[Path, tuple[int, int, bool]] = {}
@@ -68,7 +71,12 @@ def hold(folder: Path, *, outlives: bool = True) -> bool:
     known = _held.get(folder)
     if known is not None and known[1] == os.getpid():
         return True
-    if _NAME.fullmatch(folder.name) is None or (descriptor := _opened(folder)) is None:
+    return _NAME.fullmatch(folder.name) is not None and _locked(folder, outlives=outlives)
+
+
+def _locked(folder: Path, *, outlives: bool) -> bool:
+    descriptor = _opened(folder)
+    if descriptor is None:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -125,6 +133,26 @@ def sweep() -> None:
                 # At an earlier start of this machine, whoever owned it is dead in any case.
                 if marks is not None and (marks[2] == start or marks[1] == machine):
                     _remove_if_left(Path(base, name))
+
+
+def own_shared(folder: Path) -> None:
+    """Own a folder with a name of its own, which other machines see, too. It goes with this process.
+
+    A file in it says what stands in the names of other folders.
+    """
+    if _locked(folder, outlives=False):
+        (folder / _OWNER).write_text(" ".join(_marks()), encoding="ascii")
+
+
+def sweep_shared(base: Path) -> None:
+    """Remove the folders in this one whose owners were on this machine, and are dead."""
+    machine, start = _marks()
+    # There may be no such folder.
+    with suppress(OSError):
+        for name in os.listdir(base):
+            marks = _text(f"{base / name}/{_OWNER}").split()
+            if len(marks) == 2 and (marks[1] == start or marks[0] == machine):
+                _remove_if_left(base / name)
 
 
 def _remove_if_left(folder: Path) -> None:

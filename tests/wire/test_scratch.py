@@ -194,3 +194,37 @@ def test_where_there_are_no_locks_folders_are_made_and_stay(monkeypatch: pytest.
     scratch.let_go(made)
     scratch.sweep()
     assert made.exists()
+
+
+def owner_of(folder: str) -> None:
+    """The child: own a folder that other machines see, and wait."""
+    Path(folder).mkdir()
+    scratch.own_shared(Path(folder))
+    print("owns", flush=True)
+    input()
+
+
+def test_a_folder_that_machines_share_goes_once_its_owner_is_killed(tmp_path: Path) -> None:
+    base = tmp_path / "launch"
+    scratch.sweep_shared(base)
+    base.mkdir()
+    # A machine of an allocation sees the launches of others there, and what else is there.
+    (base / "elsewhere").mkdir()
+    (base / "elsewhere" / "owner").write_text("another machine", encoding="ascii")
+    (base / "nobody's").mkdir()
+    with Child(owner_of, str(base / "job")) as child:
+        child.expect("owns")
+        scratch.sweep_shared(base)
+        assert (base / "job").is_dir()
+        os.kill(child.pid, signal.SIGKILL)
+        assert child.gone(60)
+    scratch.sweep_shared(base)
+    assert {path.name for path in base.iterdir()} == {"elsewhere", "nobody's"}
+
+
+def test_a_folder_that_machines_share_goes_with_its_owner(tmp_path: Path) -> None:
+    with Child(owner_of, str(tmp_path / "job")) as child:
+        child.expect("owns")
+        child.tell()
+        child.finish()
+    assert not (tmp_path / "job").exists()

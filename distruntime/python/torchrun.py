@@ -81,7 +81,8 @@ def run_script(flags: Sequence[tuple[str, str]], script: str, arguments: Sequenc
                 here = f"{agent.ask('unpack', packed)}/{where.name}"
         own = ["--local-addr", agent.host] if len(nodes) > 1 else []
         agent.start(
-            [*given, *own, *_rendezvous(flags, agents, agent), *(["-m"] if module else []), here, *arguments]
+            [*given, *own, *_rendezvous(flags, agents, agent), *(["-m"] if module else []), here, *arguments],
+            logs=not any(name == "--log-dir" for name, _ in flags),
         )
     return _followed(agents)
 
@@ -162,8 +163,8 @@ class _Agent:
         """Return what a method returns there."""
         return fetch(self.issue(method, *args))
 
-    def start(self, arguments: Sequence[str]) -> None:
-        """Start the agent. Return when it has been asked for."""
+    def start(self, arguments: Sequence[str], *, logs: bool) -> None:
+        """Start the agent, with a folder for its logs if it has none. Return when it has been asked for."""
         variables = {
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"[node {self.node.index} rank ${{rank}}] ",
             # What a rank prints would come at its end only.
@@ -172,7 +173,7 @@ class _Agent:
             # that starts its ranks again for another one does not count that, and they would not meet.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
-        self.ask("start", [*arguments], variables, os.getcwd())
+        self.ask("start", [*arguments], variables, os.getcwd(), logs)
 
     def took(self, found: object) -> bool:
         """Print what has come of it, and note its end. Return whether anything has come."""

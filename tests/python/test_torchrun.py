@@ -40,6 +40,7 @@ if "waits" in sys.argv:
     time.sleep(1000)
 import beside
 print("beside", beside.NAME)
+print("logs", os.environ["TORCHELASTIC_ERROR_FILE"])
 """
 
 
@@ -92,6 +93,16 @@ def test_ranks_on_two_workers(session: Any, nurseries: None, script: str, capfd:
         assert f"[node {node} rank {rank}] rank {rank} of 4 restart 0 args a --b" in said
     assert {line[:7] for line in said} == {"[node 0", "[node 1"}
     assert sum("beside the script" in line for line in lines) == 4
+    # torchrun's own folder would stay, one for each run.
+    logs = [Path(line.partition(" logs ")[2]) for line in lines if " logs " in line]
+    assert len(logs) == 4 and all("distruntime-run-" in str(path) for path in logs)
+    until(lambda: not any(path.parent.exists() for path in logs))
+
+
+def test_logs_that_the_user_wants_stay(session: Any, nurseries: None, script: str, tmp_path: Path) -> None:
+    given = flags(f"--nnodes 2 --log-dir {tmp_path}/logs")
+    assert torchrun.run_script(given, script, [], False) == 0
+    assert len([*(tmp_path / "logs").rglob("stdout.log")]) == 2
 
 
 @pytest.mark.slow(reason="starts torchrun's agents and ranks twice, 4 s")

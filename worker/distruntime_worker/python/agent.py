@@ -40,7 +40,7 @@ class Agent:
         self._around = around
         self._nursery: Nursery | None = None
         self._child: Child | None = None
-        self._folder = ""
+        self._folder = self._logs = ""
         self._lock = Lock()
 
     def __del__(self) -> None:
@@ -65,11 +65,19 @@ class Agent:
             files.extractall(self._folder, filter="data")
         return self._folder
 
-    def start(self, arguments: Sequence[str], variables: Mapping[str, str], directory: str) -> int:
-        """Start the agent with torchrun's arguments. Return its number here."""
+    def start(
+        self, arguments: Sequence[str], variables: Mapping[str, str], directory: str, logs: bool
+    ) -> int:
+        """Start the agent with torchrun's arguments. Return its number here.
+
+        Where it has no folder for logs, it gets one that goes with it: torchrun's own would stay.
+        """
         self._nursery = children.enter()
         environment = {**os.environ, **variables}
         where = directory if os.path.isdir(directory) else self._folder or os.getcwd()
+        if logs and "PET_LOG_DIR" not in environment:
+            self._logs = str(scratch_folder("run"))
+            arguments = ["--log-dir", self._logs, *arguments]
         self._child = self._nursery.fork(["agent", where, *arguments], environment)
         return self._child.number
 
@@ -103,8 +111,8 @@ class Agent:
             child, nursery, self._child, self._nursery = self._child, self._nursery, None, None
         if child is not None and nursery is not None:
             self._end(child, nursery)
-        if self._folder:
-            remove(Path(self._folder))
+        for folder in filter(None, (self._folder, self._logs)):
+            remove(Path(folder))
 
     def _end(self, child: Child, nursery: Nursery) -> None:
         nursery.look()

@@ -6,23 +6,39 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
+import shlex
+import signal
 import subprocess
 import sys
+import termios
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from scenarios import MASTER, Topology
+import services
+from scenarios import MASTER, PROGRAM, Topology
 
 from distruntime.wire.keys import KeyPair
 from hosts import Host, Interface
-from processes import PATH, STARTING, until
+from processes import PATH, ROOT, STARTING, until
 from router import Router
 
 FOLDER = Path(__file__).parent
+# A folder whose owner was killed goes with the next session or launch.
+_SWEEP = """
+import pathlib, runpy, sys
+found = runpy.run_path(sys.argv[1])
+found["sweep"]()
+found["sweep_shared"](pathlib.Path(sys.argv[2]))
+"""
+# These folders of a host, and of what hosts share, are empty where no session runs.
+_EMPTY = (
+    "find {temporary} /dev/shm {shared}/launch -mindepth 1 -not -path '*torchinductor_*' 2>/dev/null || true"
+)
 
 
 class Box:
@@ -31,9 +47,13 @@ class Box:
     def __init__(self, topology: Topology, logs: Path, variables: Mapping[str, str]) -> None:
         self.topology, self.logs = topology, logs
         self._variables = {"PYTHONPATH": os.pathsep.join(PATH), "OMP_NUM_THREADS": "1", **variables}
+        self._variables |= topology.variables
         self._stack = ExitStack()
         self.hosts: dict[str, Host] = {}
         self.workers: dict[str, subprocess.Popen[bytes]] = {}
+        # What runs on each host before a program does, and the files there.
+        self._processes: dict[str, set[int]] = {}
+        self._files: dict[str, set[str]] = {}
 
     def __enter__(self) -> Box:
         with ExitStack() as stack:
@@ -49,11 +69,15 @@ class Box:
             for name, address in self.topology.nat.items():
                 self.network.translate(name, address)
             self.calm()
-            for name in self.topology.workers:
+            self._start_services()
+            started = self.topology.workers if self.topology.worker else ()
+            for name in started:
                 self.start_worker(name)
             if not self.topology.dial:
-                for name in self.topology.workers:
+                for name in started:
                     self._await_worker(name)
+            self._processes = {name: set(host.processes()) for name, host in self.hosts.items()}
+            self._files = {name: self._files_of(host) for name, host in self.hosts.items()}
             self._stack = stack.pop_all()
         return self
 
@@ -69,6 +93,33 @@ class Box:
             )
         finally:
             path.unlink()
+
+    def _start_services(self) -> None:
+        place = services.Place(self.hosts, self.topology.workers, self.logs, self.topology.ssh)
+        for name in self.topology.services:
+            self._variables |= services.SERVICES[name].start(place)
+
+    def _files_of(self, host: Host) -> set[str]:
+        return set(host.do(_EMPTY.format(temporary=host.temporary, shared=self.logs / "shared")).splitlines())
+
+    def left(self) -> list[str]:
+        """Return what a program and its workers have left: processes and files."""
+        found = []
+        for name, host in self.hosts.items():
+            processes = set(host.processes())
+            # A host that has vanished has none.
+            if processes:
+                found += [
+                    f"{name}: {command}"
+                    for pid in processes - self._processes[name]
+                    if (command := _command(pid)) and not services.is_own(self.topology.services, command)
+                ]
+                if self._files_of(host) - self._files[name]:
+                    scratch = str(ROOT / "distruntime" / "wire" / "scratch.py")
+                    words = [sys.executable, "-c", _SWEEP, scratch, str(self.logs / "shared" / "launch")]
+                    host.do(f"TMPDIR={host.temporary} {shlex.join(words)}")
+                found += [f"{name}: {path}" for path in sorted(self._files_of(host) - self._files[name])]
+        return found
 
     def calm(self) -> None:
         """Bring the weather of the topology itself back."""
@@ -94,22 +145,44 @@ class Box:
         """Return what a worker has printed."""
         return (self.logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")
 
-    def run(self, options: Mapping[str, object], program: str = "program.py") -> Program:
-        """Start a program as the master."""
+    def run(self, options: Mapping[str, object], program: str = PROGRAM) -> Program:
+        """Start a program as the master, and what the topology has beside it."""
         begin = {**self.topology.begin, **dict(options.get("begin", {}))}  # type: ignore[call-overload]
         words = json.dumps({**options, "begin": begin})
-        command = [sys.executable, str(FOLDER / program), words]
-        return Program(self.hosts[MASTER], command, self.logs / "master.log", self._variables)
+        commands = [[*self.topology.launch, str(FOLDER / program), words]]
+        commands += [list(self.topology.beside)] if self.topology.beside else []
+        for command in commands:
+            command[:] = [sys.executable if word == "{python}" else word for word in command]
+        return Program(self.hosts[MASTER], commands, self.logs, self._variables)
+
+
+def _command(pid: int) -> str:
+    """Return the command line of a process; nothing if it has ended."""
+    with suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+        return words.strip() or Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip()
+    return ""
 
 
 class Program:
-    """The program while it runs, and what it says."""
+    """The program while it runs, and what it says. A context manager."""
 
-    def __init__(self, host: Host, command: list[str], log: Path, variables: Mapping[str, str]) -> None:
-        with log.open("wb") as errors:
-            self._process = host.start(
-                command, variables, subprocess.PIPE, stderr=errors, stdin=subprocess.PIPE
-            )
+    def __init__(
+        self, host: Host, commands: Sequence[list[str]], logs: Path, variables: Mapping[str, str]
+    ) -> None:
+        self._host = host
+        # A launcher that reads from a terminal moves its processes between groups of it, as a shell does.
+        self._terminal, inside = os.openpty()
+        settings = termios.tcgetattr(inside)
+        settings[3] &= ~termios.ECHO
+        termios.tcsetattr(inside, termios.TCSANOW, settings)
+        with (logs / "master.log").open("wb") as errors, os.fdopen(inside, "rb") as stdin:
+            words = ["setsid", "--ctty", *commands[0]]
+            self._process = host.start(words, variables, subprocess.PIPE, stderr=errors, stdin=stdin)
+        self._beside = []
+        for command in commands[1:]:
+            with (logs / "beside.log").open("wb") as log:
+                self._beside.append(host.start(command, variables, log))
         self._rest = b""
 
     def __enter__(self) -> Program:
@@ -117,14 +190,29 @@ class Program:
 
     def __exit__(self, *_: object) -> None:
         # Its other end, in the host's own process table, ends with the host at the latest.
-        self._process.kill()
-        self._process.wait()
+        for process in (self._process, *self._beside):
+            process.kill()
+            process.wait()
+        os.close(self._terminal)
 
     def go_on(self) -> None:
         """Write the line for which it waits."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(b"\n")
-        self._process.stdin.flush()
+        os.write(self._terminal, b"\n")
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C."""
+        os.write(self._terminal, b"\x03")
+
+    def kill(self) -> None:
+        """Kill its first process of Python: the launch, where there is one, and the program elsewhere."""
+        (first,) = (
+            Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+            .read_text(encoding="ascii")
+            .split()
+        )
+        session = os.getsid(int(first))
+        mine = [pid for pid in self._host.processes() if os.getsid(pid) == session]
+        os.kill(min(pid for pid in mine if _command(pid).startswith(sys.executable)), signal.SIGKILL)
 
     def lines(self, deadline: float) -> Iterator[dict[str, Any]]:
         """Yield what it says, each with a name and a value, until it ends.
@@ -143,7 +231,8 @@ class Program:
                 return
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
-                # A warning of a library may stand between.
-                if line.startswith(b"{"):
-                    yield json.loads(line)
+                # A launcher may say whose line it is, and a warning of a library may stand between.
+                said = re.sub(rb"^(\[[\w ]+\]:? ?)+", b"", line)
+                if said.startswith(b"{"):
+                    yield json.loads(said)
         raise TimeoutError("the program has not ended in time")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -54,7 +55,9 @@ def rounds(number: int, spmd: bool) -> Iterator[list[Tensor]]:
 
     for k in range(number):
         say(at=f"round {k}")
-        sys.stdin.readline()
+        if not sys.stdin.readline():
+            # Nobody is left who could say so, and a signal is on its way.
+            signal.pause()
         found: list[Tensor] = []
         # Operations on each node, and what they came to.
         for weight in weights:

@@ -11,6 +11,7 @@ from router import Weather
 
 MASTER = "laptop"
 PORT, DATA_PORT = 29400, 29401
+PROGRAM = "program.py"
 # This is a name, and addresses with the lengths of their networks, the largest packet, and whether it leads
 # anywhere: the arguments of `hosts.Interface`.
 Interface = (
@@ -30,7 +31,7 @@ class Topology(NamedTuple):
     # What `/etc/hosts` says on all of them.
     names: Mapping[str, tuple[str, ...]]
     workers: tuple[str, ...]
-    # The words of `distruntime-worker`; {name} is the host's.
+    # The words of `distruntime-worker`; {name} is the host's. Without any, others start the workers.
     worker: tuple[str, ...]
     # The words of `init_master_worker`.
     begin: Mapping[str, object]
@@ -43,6 +44,14 @@ class Topology(NamedTuple):
     nameservers: tuple[str, ...] = ()
     # What `/etc/hosts` says on a host instead.
     seen: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType({})
+    # What runs on the hosts beside workers, and what `~/.ssh/config` says there.
+    services: tuple[str, ...] = ()
+    ssh: str = ""
+    # These words stand before the program, and this command runs beside it; {python} is the interpreter.
+    launch: tuple[str, ...] = ("{python}",)
+    beside: tuple[str, ...] = ()
+    # All processes have these variables.
+    variables: Mapping[str, str] = MappingProxyType({})
 
 
 class Change(NamedTuple):
@@ -51,7 +60,7 @@ class Change(NamedTuple):
     # It happens when the program has just begun this round, and ends after so many seconds.
     round: int
     seconds: float
-    # A weather on these ways, or "stop" or "vanish" for a host.
+    # A weather on these ways, "stop" or "vanish" for a host, "interrupt" or "kill" for the program.
     what: Weather | str
     ways: tuple[Way, ...] = _EVERYWHERE
     host: str = ""
@@ -63,7 +72,8 @@ class Scenario(NamedTuple):
     name: str
     what: str
     topology: str
-    # The program computes what it does in calm weather, bit by bit; or it fails with words that match this.
+    # The program computes what it does in calm weather, bit by bit; it fails with words that match this; or
+    # it has "ended" before it was done.
     outcome: str = "equal"
     # From the first change on, or from the start where there is none, it takes no longer.
     within: float = 120.0
@@ -79,16 +89,20 @@ class Scenario(NamedTuple):
     long: bool = False
     # The workers are of no use to the next one.
     spoils: bool = False
+    # This one is the master, or it says itself whether all is "right".
+    program: str = PROGRAM
 
 
-def _four(number: int) -> tuple[Interface, ...]:
+def four(number: int) -> tuple[Interface, ...]:
+    """Return the one interface of a host with this number."""
     return (("eth0", (f"10.77.0.{number}/16",)),)
 
 
-def _rack(workers: int, **changes: object) -> dict[str, object]:
+def rack(workers: int, **changes: object) -> dict[str, object]:
+    """Return the fields of a topology: a master and so many workers, side by side."""
     names = [f"gpu{k + 1}" for k in range(workers)]
     return {
-        "hosts": {MASTER: _four(1), **{name: _four(11 + k) for k, name in enumerate(names)}},
+        "hosts": {MASTER: four(1), **{name: four(11 + k) for k, name in enumerate(names)}},
         "names": {MASTER: ("10.77.0.1",), **{name: (f"10.77.0.{11 + k}",) for k, name in enumerate(names)}},
         "workers": tuple(names),
         "worker": ("--listen", f"tcp://0.0.0.0:{PORT}"),
@@ -106,24 +120,24 @@ _SIX = {name: (f"fd77::{number}",) for name, number in ((MASTER, 1), ("gpu1", 11
 _BETWEEN_RACKS = Weather(delay=0.01)
 
 TOPOLOGIES = (
-    Topology("rack", "two workers and a master, side by side", **_rack(2)),  # type: ignore[arg-type]
-    Topology("rack-dial", "the same, and the workers dial", **_rack(2, **_DIAL)),  # type: ignore[arg-type]
+    Topology("rack", "two workers and a master, side by side", **rack(2)),  # type: ignore[arg-type]
+    Topology("rack-dial", "the same, and the workers dial", **rack(2, **_DIAL)),  # type: ignore[arg-type]
     Topology(
         "nat",
         "a master behind NAT: nobody can dial it",
-        **_rack(  # type: ignore[arg-type]
+        **rack(  # type: ignore[arg-type]
             2,
-            hosts={MASTER: (("eth0", ("192.168.7.2/24",)),), "gpu1": _four(11), "gpu2": _four(12)},
+            hosts={MASTER: (("eth0", ("192.168.7.2/24",)),), "gpu1": four(11), "gpu2": four(12)},
             nat={MASTER: "10.77.0.99"},
         ),
     ),
     Topology(
         "nat-dial",
         "workers behind NAT, each in a network of its own: they dial the master, and cannot dial each other",
-        **_rack(  # type: ignore[arg-type]
+        **rack(  # type: ignore[arg-type]
             2,
             hosts={
-                MASTER: _four(1),
+                MASTER: four(1),
                 "gpu1": (("eth0", ("192.168.7.11/24",)),),
                 "gpu2": (("eth0", ("192.168.8.12/24",)),),
             },
@@ -134,17 +148,17 @@ TOPOLOGIES = (
     Topology(
         "two-racks",
         "20 ms between racks: the master and gpu1 in one, gpu2 in the other",
-        **_rack(2, weather=(("gpu2", "*", _BETWEEN_RACKS), ("*", "gpu2", _BETWEEN_RACKS))),  # type: ignore[arg-type]
+        **rack(2, weather=(("gpu2", "*", _BETWEEN_RACKS), ("*", "gpu2", _BETWEEN_RACKS))),  # type: ignore[arg-type]
     ),
     Topology(
         "two-interfaces",
         "each worker has a second interface that leads nowhere, and its own name there stands for that one",
-        **_rack(  # type: ignore[arg-type]
+        **rack(  # type: ignore[arg-type]
             2,
             hosts={
-                MASTER: _four(1),
-                "gpu1": (*_four(11), ("ib0", ("10.99.0.11/24",), 1500, False)),
-                "gpu2": (*_four(12), ("ib0", ("10.99.0.12/24",), 1500, False)),
+                MASTER: four(1),
+                "gpu1": (*four(11), ("ib0", ("10.99.0.11/24",), 1500, False)),
+                "gpu2": (*four(12), ("ib0", ("10.99.0.12/24",), 1500, False)),
             },
             names={MASTER: ("10.77.0.1",), "gpu1": ("10.99.0.11",), "gpu2": ("10.99.0.12",)},
             begin={"workers": [f"tcp://10.77.0.11:{PORT}", f"tcp://10.77.0.12:{PORT}"]},
@@ -153,12 +167,12 @@ TOPOLOGIES = (
     Topology(
         "two-interfaces-dial",
         "the same, and the workers dial",
-        **_rack(  # type: ignore[arg-type]
+        **rack(  # type: ignore[arg-type]
             2,
             hosts={
-                MASTER: (*_four(1), ("ib0", ("10.99.0.1/24",), 1500, False)),
-                "gpu1": (*_four(11), ("ib0", ("10.99.0.11/24",), 1500, False)),
-                "gpu2": (*_four(12), ("ib0", ("10.99.0.12/24",), 1500, False)),
+                MASTER: (*four(1), ("ib0", ("10.99.0.1/24",), 1500, False)),
+                "gpu1": (*four(11), ("ib0", ("10.99.0.11/24",), 1500, False)),
+                "gpu2": (*four(12), ("ib0", ("10.99.0.12/24",), 1500, False)),
             },
             names={MASTER: ("10.77.0.1",), "gpu1": ("10.99.0.11",), "gpu2": ("10.99.0.12",)},
             **_DIAL,
@@ -167,17 +181,17 @@ TOPOLOGIES = (
     Topology(
         "own-names",
         "the name of each host stands for 127.0.1.1 there, as Debian has it",
-        **_rack(2, seen={name: {name: ("127.0.1.1",)} for name in (MASTER, "gpu1", "gpu2")}),  # type: ignore[arg-type]
+        **rack(2, seen={name: {name: ("127.0.1.1",)} for name in (MASTER, "gpu1", "gpu2")}),  # type: ignore[arg-type]
     ),
     Topology(
         "names-differ",
         "the workers' names stand for the interface that leads nowhere on the workers, and not on the master",
-        **_rack(  # type: ignore[arg-type]
+        **rack(  # type: ignore[arg-type]
             2,
             hosts={
-                MASTER: _four(1),
-                "gpu1": (*_four(11), ("ib0", ("10.99.0.11/24",), 1500, False)),
-                "gpu2": (*_four(12), ("ib0", ("10.99.0.12/24",), 1500, False)),
+                MASTER: four(1),
+                "gpu1": (*four(11), ("ib0", ("10.99.0.11/24",), 1500, False)),
+                "gpu2": (*four(12), ("ib0", ("10.99.0.12/24",), 1500, False)),
             },
             seen={name: {"gpu1": ("10.99.0.11",), "gpu2": ("10.99.0.12",)} for name in ("gpu1", "gpu2")},
         ),
@@ -185,7 +199,7 @@ TOPOLOGIES = (
     Topology(
         "ipv6",
         "IPv6 only, by address",
-        **_rack(  # type: ignore[arg-type]
+        **rack(  # type: ignore[arg-type]
             2,
             hosts={name: (("eth0", (f"{where[0]}/64",)),) for name, where in _SIX.items()},
             names=_SIX,
@@ -196,7 +210,7 @@ TOPOLOGIES = (
     Topology(
         "ipv6-names",
         "IPv6 only, by name",
-        **_rack(  # type: ignore[arg-type]
+        **rack(  # type: ignore[arg-type]
             2,
             hosts={name: (("eth0", (f"{where[0]}/64",)),) for name, where in _SIX.items()},
             names=_SIX,
@@ -206,7 +220,7 @@ TOPOLOGIES = (
     Topology(
         "ipv6-dial",
         "IPv6 only, and the workers dial the master's name",
-        **_rack(  # type: ignore[arg-type]
+        **rack(  # type: ignore[arg-type]
             2,
             hosts={name: (("eth0", (f"{where[0]}/64",)),) for name, where in _SIX.items()},
             names=_SIX,
@@ -216,17 +230,17 @@ TOPOLOGIES = (
     Topology(
         "mtu",
         "packets of 1,280 bytes at most in the middle: the hosts' interfaces do not know",
-        **_rack(2, weather=(("*", "*", Weather(mtu=1280)),)),  # type: ignore[arg-type]
+        **rack(2, weather=(("*", "*", Weather(mtu=1280)),)),  # type: ignore[arg-type]
     ),
     Topology(
         "one-port",
         "a firewall that drops all but the workers' port in silence",
-        **_rack(2, weather=(("*", "*", Weather(ports=(PORT,))),)),  # type: ignore[arg-type]
+        **rack(2, weather=(("*", "*", Weather(ports=(PORT,))),)),  # type: ignore[arg-type]
     ),
     Topology(
         "two-ports",
         "a firewall that drops all but the worker's port, and one that is named for other workers",
-        **_rack(  # type: ignore[arg-type]
+        **rack(  # type: ignore[arg-type]
             2,
             weather=(("*", "*", Weather(ports=(PORT, DATA_PORT))),),
             worker=("--listen", f"tcp://0.0.0.0:{PORT}", "--data-address", f"{{name}}:{DATA_PORT}"),
@@ -235,12 +249,12 @@ TOPOLOGIES = (
     Topology(
         "dead-dns",
         "nobody answers at the address of the name server",
-        **_rack(2, nameservers=("10.77.9.9",)),  # type: ignore[arg-type]
+        **rack(2, nameservers=("10.77.9.9",)),  # type: ignore[arg-type]
     ),
     Topology(
         "three",
         "three workers",
-        **_rack(3),  # type: ignore[arg-type]
+        **rack(3),  # type: ignore[arg-type]
     ),
 )
 

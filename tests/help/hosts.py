@@ -100,7 +100,7 @@ class Host:
         size: int = 256 << 20,
     ) -> None:
         self.name, self._place = name, _place()
-        self.home = f"{self._place}/home"
+        self.home, self.temporary = f"{self._place}/home", f"{self._place}/tmp"
         # Whoever enters the process table later must be its child, so the first process is one of Python.
         self._process = subprocess.Popen(
             [*_unshared(), sys.executable, "-I", "-S", "-c", _INIT], stdout=subprocess.PIPE
@@ -138,7 +138,7 @@ class Host:
             "ip link set lo up",
             f"mount -t tmpfs -o size={size} tmpfs {self._place}",
             "mount -t tmpfs tmpfs /dev/shm",
-            f"mkdir {self.home} {self._place}/tmp",
+            f"mkdir {self.home} {self.temporary}",
         ]
         servers = "".join(f"nameserver {address}\n" for address in nameservers)
         table = ["127.0.0.1 localhost\n::1 localhost\n"]
@@ -149,6 +149,9 @@ class Host:
             # Without a name server, whoever asks for another name hears at once that there is none.
             f"printf %s '{servers}' > {self._place}/resolv.conf",
             f"mount --bind {self._place}/resolv.conf $(readlink -f /etc/resolv.conf)",
+            # ssh and sshd look here for a user's home, and not in the environment.
+            f"sed 's|^\\(root:.*:\\)[^:]*:[^:]*$|\\1{self.home}:/bin/sh|' /etc/passwd > {self._place}/passwd",
+            f"mount --bind {self._place}/passwd /etc/passwd",
         ]
         for interface in interfaces:
             lines += [
@@ -195,7 +198,7 @@ class Host:
         self, words: Sequence[str], environment: Mapping[str, str], log: IO[bytes] | int, **options: Any
     ) -> subprocess.Popen[bytes]:
         """Start a process here. What it prints goes to the log; `options` are those of Popen."""
-        own = {"HOME": self.home, "TMPDIR": f"{self._place}/tmp"}
+        own = {"HOME": self.home, "TMPDIR": self.temporary}
         mine = {
             name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "DISTRUNTIME_"))
         }

@@ -446,7 +446,7 @@ def find_nobody(folder: str) -> None:
     try:
         dr.init_master_worker(listen="tcp://127.0.0.1:*", world_size=2, timeout=1.0, insecure=True)
     except dr.errors.ConnectionFailed as error:
-        print("error", re.sub(r"1:\d+", "1:PORT", str(error)).replace("\n", " / "))
+        print("error", re.sub(r"(1[: ])\d{2,}", r"\1PORT", str(error)).replace("\n", " / "))
     assert not dr.is_initialized()
     deaf.close()
 
@@ -455,11 +455,12 @@ def test_nobody_answers(tmp_path: Path) -> None:
     with Child(find_nobody, str(tmp_path)) as child:
         for _ in range(2):
             assert child.expect("error") == (
-                "nothing answers at tcp://127.0.0.1:PORT within 1 s: is the worker running there (distruntime-worker --listen tcp://127.0.0.1:PORT), and the port open?"
+                "nothing answers at tcp://127.0.0.1:PORT within 1 s: is the worker running there (distruntime-worker --listen tcp://127.0.0.1:PORT), and the port open? From here, this shows it: nc -vz 127.0.0.1 PORT"
             )
         assert child.expect("error") == (
             "2 of 2 workers did not dial tcp://127.0.0.1:PORT within 1 s: nodes 0, 1 are missing. "
-            "Start each with distruntime-worker --master tcp://127.0.0.1:PORT"
+            "Start each with distruntime-worker --master tcp://127.0.0.1:PORT. "
+            "If it runs, this shows on its machine whether it gets here: nc -vz 127.0.0.1 PORT"
         )
         child.finish()
 

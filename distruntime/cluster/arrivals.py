@@ -11,8 +11,9 @@ from pathlib import Path
 from ..errors import ConnectionFailed
 from ..log.handle import ranges
 from ..log.node import Node
-from ..session.launcher import Launcher, WorkerProcess, worker_command
+from ..session.launcher import Launcher, WorkerProcess, dialled_at, worker_command
 from ..session.session import Session
+from ..wire.address import trial_of
 from ..wire.messages import Detach, Goodbye
 from ..wire.scratch import remove
 from .connection import Connection
@@ -85,7 +86,11 @@ def _too_late(options: SessionOptions, connector: Connector, late: list[Connecti
     if len(come) > _MOST_NAMED:
         text += f"; {len(come) - _MOST_NAMED} more have come"
     if verb != "start":
-        text += f". Start each with {worker_command(connector.session.channel.address, dials=True)}"
+        address = connector.session.channel.address
+        text += f". Start each with {worker_command(address, dials=True)}"
+        # A name may stand for another machine there, and a firewall be between.
+        if trial := trial_of(dialled_at(address)):
+            text += f". If it runs, this shows on its machine whether it gets here: {trial}"
     if connector.refused:
         text += f". This process {connector.refused[-1]}"
     return text + last_words(connector.session.workers)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from ..wire.address import host_of, resolve
+from ..wire.address import host_of, resolve, trial_of
 from ..wire.channel import HANG_UPS, PeerEvent
 
 # An attempt has so many seconds. Each one gets twice as long as the one before that nobody answered in time,
@@ -196,7 +196,8 @@ class Connection:
             return (
                 f"{self.address} closed the connection during the handshake: the keys do not match. One side "
                 "has a different key file, or only one side uses a key (or it has no descriptors left). "
-                "Expected: the same key file on both sides (distruntime-worker keygen; key=...)"
+                "Expected: the same key file on both sides (distruntime-worker keygen; key=...). On both "
+                "machines, this shows whether it is: cksum ~/.config/distruntime/key"
             )
         if "connected" in self._seen:
             return (
@@ -214,9 +215,11 @@ class Connection:
             return (
                 f"the name {host!r} in {self.address!r} does not resolve on this machine: check its spelling"
             )
+        trial = trial_of(self.address)
         return (
             f"nothing answers at {self.address} within {seconds:.0f} s: is the worker running there "
             f"(distruntime-worker --listen {self.address}), and the port open?"
+            + (f" From here, this shows it: {trial}" if trial else "")
         )
 
     def _end(self, peer: bytes, now: float) -> None:

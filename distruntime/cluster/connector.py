@@ -376,7 +376,8 @@ class Connector:
         if welcome.protocol != PROTOCOL:
             raise ConnectionFailed(
                 f"node {index} ({welcome.host}) speaks protocol {welcome.protocol}, this process {PROTOCOL}: "
-                "install the same distruntime on both"
+                "install the same distruntime on both. There, `distruntime-worker --version` shows its "
+                "version"
             )
         devices = devices_from(welcome.devices)
         if devices is None:

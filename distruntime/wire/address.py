@@ -92,6 +92,12 @@ def host_of(address: str) -> str:
     return rest.rpartition(":")[0].strip("[]") if transport == "tcp" else ""
 
 
+def trial_of(address: str) -> str:
+    """Return the command that shows whether a tcp address is reached; nothing for another transport."""
+    host = host_of(address)
+    return f"nc -vz {host} {address.rpartition(':')[2]}" if host else ""
+
+
 def wants_ipv6(address: str, resolved: list[str]) -> bool:
     """Return whether to turn on libzmq's IPv6, which then takes a name's IPv6 address even where the peer
     listens on its IPv4 one only.

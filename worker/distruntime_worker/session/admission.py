@@ -23,7 +23,7 @@ def refusal(hello: Hello, found: Session | None, sessions: Mapping[str, Session]
     if hello.protocol != PROTOCOL:
         return (
             f"this worker speaks protocol {PROTOCOL}, the master {hello.protocol}: install the same "
-            "distruntime on both"
+            "distruntime on both. There, `distruntime-worker --version` shows its version"
         )
     if not 0 <= hello.keep <= 1e9:
         raise ProtocolError(f"a session cannot be kept for {hello.keep} s")

@@ -24,13 +24,13 @@ needs_hosts = pytest.mark.skipif(bool(_WHY), reason=_WHY)
 
 with modules_of(BOX) as module:
     lane, scenarios = module("run"), module("scenarios")
-BY_NAME = {scenario.name: scenario for scenario in scenarios.SCENARIOS}
+BY_NAME = {scenario.name: scenario for scenario in lane.SCENARIOS}
 
 
 def test_every_scenario_has_a_topology_and_a_name_of_its_own() -> None:
-    topologies = [topology.name for topology in scenarios.TOPOLOGIES]
-    assert len(set(topologies)) == len(topologies) and len(BY_NAME) == len(scenarios.SCENARIOS)
-    assert {scenario.topology for scenario in scenarios.SCENARIOS} == set(topologies)
+    topologies = [topology.name for topology in lane.TOPOLOGIES]
+    assert len(set(topologies)) == len(topologies) and len(BY_NAME) == len(lane.SCENARIOS)
+    assert {scenario.topology for scenario in lane.SCENARIOS} == set(topologies)
 
 
 def test_where_there_can_be_no_hosts_the_lane_says_why_and_fails_nothing(
@@ -50,12 +50,28 @@ def test_where_there_can_be_no_hosts_the_lane_says_why_and_fails_nothing(
         ({"failed": "NodeFailed: node 1"}, "node 1", ""),
         ({"failed": "NodeFailed: node 0"}, "node 1", "the words do not match 'node 1': NodeFailed: node 0"),
         ({"result": "a"}, "node 1", "it did not fail, and must: node 1"),
+        ({}, "ended", ""),
+        ({"failed": "NodeFailed: node 1"}, "ended", ""),
+        ({"result": "a"}, "ended", "it computed a, and must have ended before"),
         ({"late": "not in time", "at": "round 2"}, "equal", "not in time: 9 s, it last was at round 2"),
     ],
 )
 def test_a_scenario_is_green_only_as_it_must_come(said: dict[str, Any], outcome: str, wrong: str) -> None:
     scenario = scenarios.Scenario("tried", "", "rack", outcome=outcome, within=9)
     assert lane.verdict(scenario, said, "a", 1.0) == wrong
+
+
+def test_where_a_launcher_is_not_here_the_lane_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(hosts, "unavailable", lambda: "")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert lane.main(["slurm", "mpirun"], tmp_path) == 0
+    assert capsys.readouterr().out == (
+        "slurm (Slurm of three nodes): cannot run here: there is no slurmctld: apt install slurmctld\n"
+        "mpirun (Open MPI over hosts): cannot run here: there is no mpirun: apt install openmpi-bin\n"
+        "0 of 2 green, not here: slurm, mpirun\n"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,13 @@ found = runpy.run_path(sys.argv[1])
 found["sweep"]()
 found["sweep_shared"](pathlib.Path(sys.argv[2]))
 """
+# A worker of an earlier version.
+_OLDER = """
+import distruntime.wire.messages as messages
+messages.PROTOCOL -= 1
+from distruntime_worker.cli import main
+main()
+"""
 # These folders of a host, and of what hosts share, are empty where no session runs.
 _EMPTY = (
     "find {temporary} /dev/shm {shared}/launch -mindepth 1 -not -path '*torchinductor_*' 2>/dev/null || true"
@@ -65,7 +72,8 @@ class Box:
                 self.hosts[name] = stack.enter_context(
                     Host(name, self.network, made, names, self.topology.nameservers)
                 )
-                self._give_key(self.hosts[name])
+                key = KeyPair.generate() if self.topology.odd.get(name) == "key" else self._key
+                self._give_key(self.hosts[name], key)
             for name, address in self.topology.nat.items():
                 self.network.translate(name, address)
             self.calm()
@@ -84,9 +92,9 @@ class Box:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    def _give_key(self, host: Host) -> None:
+    def _give_key(self, host: Host, key: KeyPair) -> None:
         path = self.logs / f".key-{os.getpid()}"
-        self._key.save(path)
+        key.save(path)
         try:
             host.do(
                 f"mkdir -p {host.home}/.config/distruntime && cp {path} {host.home}/.config/distruntime/key"
@@ -130,10 +138,12 @@ class Box:
     def start_worker(self, name: str) -> None:
         """Start the worker of a host."""
         words = [word.format(name=name) for word in self.topology.worker]
+        old = self.topology.odd.get(name) == "protocol"
+        program = ["-c", _OLDER] if old else ["-m", "distruntime_worker"]
         # The lines of the last one are read again otherwise.
         with (self.logs / f"{name}.log").open("wb") as log:
             self.workers[name] = self.hosts[name].start(
-                [sys.executable, "-m", "distruntime_worker", *words], self._variables, log
+                [sys.executable, *program, *words], self._variables, log
             )
 
     def _await_worker(self, name: str) -> None:

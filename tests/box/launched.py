@@ -87,7 +87,7 @@ TOPOLOGIES = (
             2,
             worker=(),
             begin={},
-            services=("sshd", "mpirun"),
+            services=("mpirun", "sshd"),
             # mpirun waits for a host as long as its ssh does.
             ssh="ServerAliveInterval 5\n",
             launch=(*_MPIRUN, "--host", f"{MASTER},gpu1,gpu2", *_LAUNCH, "--mpi"),
@@ -100,7 +100,7 @@ TOPOLOGIES = (
             2,
             worker=(),
             begin={"listen": f"tcp://0.0.0.0:{PORT}", "world_size": 2, "data_channel": "mpi"},
-            services=("sshd", "mpirun", "mpi4py"),
+            services=("mpirun", "sshd", "mpi4py"),
             beside=(
                 *(*_MPIRUN, "--host", "gpu1,gpu2", "{python}", "-m", "distruntime_worker"),
                 *("--master", f"tcp://{MASTER}:{PORT}", "--node", "rank", "--once"),

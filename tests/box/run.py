@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 import launched
+import mistakes
 import scenarios
 import services
 from scenarios import DOWN, PROGRAM, Change, Scenario, Topology
@@ -32,7 +33,8 @@ from box import Box, Program
 from processes import ROOT, until
 from router import Weather
 
-SCENARIOS, TOPOLOGIES = scenarios.SCENARIOS + launched.SCENARIOS, scenarios.TOPOLOGIES + launched.TOPOLOGIES
+SCENARIOS = scenarios.SCENARIOS + launched.SCENARIOS + mistakes.SCENARIOS
+TOPOLOGIES = scenarios.TOPOLOGIES + launched.TOPOLOGIES + mistakes.TOPOLOGIES
 CANNOT = "cannot run here: "
 # What a program has left behind ends within so many seconds.
 LEAVING = 60.0

@@ -50,6 +50,8 @@ class Topology(NamedTuple):
     # These words stand before the program, and this command runs beside it; {python} is the interpreter.
     launch: tuple[str, ...] = ("{python}",)
     beside: tuple[str, ...] = ()
+    # The worker of a host has another "key", or speaks another "protocol".
+    odd: Mapping[str, str] = MappingProxyType({})
     # All processes have these variables.
     variables: Mapping[str, str] = MappingProxyType({})
 

@@ -149,7 +149,7 @@ class Host:
             # Without a name server, whoever asks for another name hears at once that there is none.
             f"printf %s '{servers}' > {self._place}/resolv.conf",
             f"mount --bind {self._place}/resolv.conf $(readlink -f /etc/resolv.conf)",
-            # ssh and sshd look here for a user's home, and not in the environment.
+            # To ssh and sshd, a user's home is what stands here.
             f"sed 's|^\\(root:.*:\\)[^:]*:[^:]*$|\\1{self.home}:/bin/sh|' /etc/passwd > {self._place}/passwd",
             f"mount --bind {self._place}/passwd /etc/passwd",
         ]

@@ -19,7 +19,8 @@ import distruntime as dr
 from cut_training import counted, same, train, whole_words
 from distruntime.session.session import active_session
 from distruntime.wire.keys import KeyPair
-from namespaces import Cable, enter, unavailable
+from hosts import unavailable
+from namespaces import Cable, enter
 from processes import PATH, Child, pause, until
 
 _WHY = unavailable()
@@ -43,14 +44,13 @@ def key(tmp_path: Path) -> str:
 
 def start(cable: Cable, key: str, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
     environment = {
-        **os.environ,
         "PYTHONPATH": os.pathsep.join(PATH),
         "OMP_NUM_THREADS": "1",
         "DISTRUNTIME_UNREACHABLE": str(SILENCE),
     }
     command = [sys.executable, "-m", "distruntime_worker", *arguments, "--key", key]
     with log.open("wb") as output:
-        return cable.run(cable.worker, command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        return cable.run(command, output, environment)
 
 
 def master(namespace: str, key: str, listen: str) -> None:

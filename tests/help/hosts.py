@@ -125,6 +125,11 @@ class Host:
     def _folder(self) -> str:
         return f"/proc/{self._process.pid}/ns"
 
+    @property
+    def network(self) -> str:
+        """The path of its network namespace."""
+        return f"{self._folder}/net"
+
     def _settings(
         self,
         interfaces: Sequence[Interface],

@@ -220,6 +220,19 @@ class Machine:
 class Islands:
     """Two namespaces that this one reaches, and that do not reach each other. A context manager."""
 
+    @staticmethod
+    def unavailable() -> str:
+        """Return why there can be none here; nothing if there can."""
+        if shutil.which("ip") is None:
+            return "there is no ip: apt install iproute2"
+        tried = subprocess.run(
+            ["ip", "netns", "add", f"dr-try-{os.getpid()}"], capture_output=True, text=True
+        )
+        if tried.returncode:
+            return f"network namespaces cannot be made here: {tried.stderr.strip()}"
+        subprocess.run(["ip", "netns", "del", f"dr-try-{os.getpid()}"], check=True)
+        return ""
+
     def __init__(self) -> None:
         self.names = [f"dr-i{k}-{os.getpid()}" for k in range(2)]
         # Several test processes have islands at a time.

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import distruntime as dr
-import namespaces
 from distruntime.__main__ import main
 from distruntime.launching.ssh import SshWorker
 from distruntime.launching.ssh_connection import Broken, SshConnection
@@ -134,7 +133,7 @@ def test_it_stands_beside_other_addresses(box: Machine, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def islands(account: Account) -> Iterator[list[Machine]]:
-    why = namespaces.unavailable()
+    why = Islands.unavailable()
     if why:
         pytest.skip(why)
     with Islands() as made:

@@ -30,6 +30,8 @@ _STARTERS = (
     ("SLURM_PROCID", "SLURM_NTASKS", "", "SLURM_JOB_ID"),
     ("JOB_COMPLETION_INDEX", "", "", ""),
 )
+# What MPI itself reads begins so.
+_OF_MPI = ("OMPI_", "PMIX_", "PMI_", "ORTE_")
 # A rank looks again for the address after so many seconds.
 _AGAIN = 0.05
 _ADDRESS, _KEY = "address", "key"
@@ -170,4 +172,6 @@ def become_worker(meeting: Meeting, rank: Rank, arguments: list[str]) -> None:
     where = ["--master", meeting.master, "--node", str(rank.rank - 1)]
     key = ["--key", str(meeting.key)] if meeting.key is not None else []
     words = [sys.executable, "-m", "distruntime_worker", *where, *key, *arguments]
-    os.execv(sys.executable, words)
+    # Where mpi4py is installed, a worker begins MPI, which waits for all ranks: rank 0 never does.
+    mine = {k: v for k, v in os.environ.items() if not k.startswith(_OF_MPI)}
+    os.execve(sys.executable, words, mine)

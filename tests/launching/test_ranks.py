@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 import distruntime as dr
-from distruntime.launching.ranks import Rank, join_meeting, meeting_folder, open_meeting, this_rank
+from distruntime.launching.job import Meeting
+from distruntime.launching.ranks import (
+    Rank,
+    become_worker,
+    join_meeting,
+    meeting_folder,
+    open_meeting,
+    this_rank,
+)
 from distruntime.wire.keys import KeyPair
 from distruntime_worker.options import parser
 from launches import Launch
@@ -88,6 +96,16 @@ def test_a_worker_takes_its_number_from_its_starter(
     assert "got 'rank', and none of $OMPI_COMM_WORLD_RANK, $PMI_RANK," in capsys.readouterr().err
     monkeypatch.setenv("PMI_RANK", "4")
     assert parser().parse_args(words).node == 4
+
+
+def test_a_worker_is_no_rank_of_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPI begins in all ranks or in none, and rank 0 is a script that knows nothing of it."""
+    for name, value in OPEN_MPI.items():
+        monkeypatch.setenv(name, value)
+    got = list[dict[str, str]]()
+    monkeypatch.setattr(os, "execve", lambda path, words, environment: got.append(environment))
+    become_worker(Meeting("", "tcp://a:1", None, 2), Rank(1, 3, False, "job", _OMPI), [])
+    assert "PATH" in got[0] and not OPEN_MPI.keys() & got[0].keys()
 
 
 SCRIPT = """

@@ -40,6 +40,7 @@ OUTSIDE = {
         "distruntime_worker.collectives.groups",
         "distruntime_worker.python.calls",
         # A worker and the processes that it has started exchange pickles.
+        "distruntime_worker.programs.compiler",
         "distruntime_worker.python.handing",
         "distruntime_worker.python.skeleton",
     },
@@ -80,6 +81,8 @@ OUTSIDE = {
         "distruntime.wire.shared",
         "distruntime_worker.python.kept",
         "distruntime_worker.python.members",
+        # It refers to a program that is compiled: nobody may want it any more.
+        "distruntime_worker.programs.inductor",
     },
 }
 # These know the kinds of accelerators: four modules of the worker, and its data channels that are for one

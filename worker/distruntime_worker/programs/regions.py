@@ -7,6 +7,7 @@ offset into an argument's memory; and the worker's own.
 
 from __future__ import annotations
 
+import importlib
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from distruntime.wire.codec import KIN, OPERAND, unpack_constant
 from distruntime.wire.messages import ARGUMENT, FLOAT, MADE, NUMBER, Plain
@@ -181,7 +181,9 @@ def fake_mode() -> FakeTensorMode:
 
     Without a `ShapeEnv`, Inductor looks for nothing in its cache and leaves nothing there.
     """
-    return FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    # It imports sympy, which workers without compiled programs can do without.
+    shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    return FakeTensorMode(shape_env=shapes.ShapeEnv(), static_shapes=True)
 
 
 class Inputs:

@@ -88,7 +88,7 @@ PIECES = (
         "uint8 bool", "uint16 uint32 uint64", "float8_e4m3fn float8_e5m2",
     )),
     Piece("gpu", "python tests/gpu/checks --simulate-cuda 2 --quick --only {lot}", (
-        "1 2 3 4 5 6 7 8", "9 10 11 12 13", "14 15 16 17 18 19", "20 21 22 23", "24 25 26 27",
+        "1 2 3 4 5 6 7 8", "9 10 11 12 13", "14 15 16 17 18 19", "20 21 22 23", "24 25 26 27 28",
     )),
     Piece("transformers", "python tests/long/transformers_many.py --part {lot}", _parts(30)),
     Piece("benchmarks", "make bench ARGS='--quick {lot}'", (

@@ -47,6 +47,10 @@ class Plan:
     without: list[str]
     # Parts of names; a test must have one of them. An empty list takes all tests.
     only: list[str]
+    # It draws the sample.
+    seed: int = 0
+    # The Kth of N slices of each file's tests.
+    slice: tuple[int, int] | None = None
 
     @classmethod
     def read(cls, path: str) -> Plan:

@@ -1,10 +1,12 @@
 """Runs PyTorch's own tests on remote tensors, says why what fails fails, and prints a table.
 
-    python tests/torch_tests/run.py [part of a test's name ...] [--all] [--page docs/torch_tests.md]
+    python tests/torch_tests/run.py [part of a test's name ...] [--page docs/torch_tests.md]
+    python tests/torch_tests/run.py --all [file ...] [--slice 3/20] [--page docs/torch_tests.md]
 
-Without names it runs a sample that is the same each time. The files run in child processes, each with a
-session of one worker. If a child dies, its last test has failed, and a new child goes on with the next.
-The exit status is 1 if a test fails for no reason that `expected.txt` knows.
+Without names it runs a sample, which is another one each day. With --all it runs whole files, or a slice of
+each. The files run in child processes, each with a session of one worker. If a child dies, its last test has
+failed, and a new child goes on with the next. The exit status is 1 if a test fails for no reason that
+`expected.txt` knows.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import record
 import sources
-from expected import KINDS, NOT_RUN, Cause, cause_of, read
+from expected import NOT_RUN, Cause, cause_of, read
 from rows import DEFAULT, DEVICE, LOCAL, MESH, SPMD, Plan, Row
 
 HERE = Path(__file__).resolve().parent
@@ -92,16 +94,16 @@ class Found:
             self.rows.append(Row(begun, "failed", error=f"the process {ending}", mode=self.mode))
 
 
-def run_group(mode: str, most: dict[str, int], folder: Path, only: list[str], without: list[str]) -> Found:
+def run_group(plan: Plan, folder: Path) -> Found:
     """Run files in as many children as it takes."""
-    found = Found(mode)
+    found = Found(plan.mode)
     while True:
         before = len(found.rows)
         with tempfile.TemporaryDirectory() as scratch:
             rows, log = Path(scratch) / "rows", Path(scratch) / "log"
             rows.touch()
-            plan = Plan(mode, most, str(rows), [row.test for row in found.rows], without, only)
-            ending = _child(plan, folder, log)
+            here = replace(plan, rows=str(rows), done=[row.test for row in found.rows])
+            ending = _child(here, folder, log)
             found.take(rows, ending)
             if not ending:
                 return found
@@ -148,91 +150,7 @@ def _child(plan: Plan, folder: Path, log: Path) -> str:
     return "" if status in (0, 1, 5) else f"ended with status {status}"
 
 
-# -- the table ------------------------------------------------------------------------------------------
-
-
-SHOWN = [kind for kind in KINDS if kind != NOT_RUN]
-
-
-@dataclass
-class Line:
-    """A line of the table: one file in one mode."""
-
-    mode: str
-    file: str
-    of: int
-    counts: Counter[str] = field(default_factory=Counter)
-
-    def cells(self) -> list[str]:
-        counts = self.counts
-        kinds = [str(counts[kind] or "") for kind in SHOWN]
-        run = str(sum(counts.values()))
-        fine = [str(counts["passed"]), str(counts["skipped"] or "")]
-        return [self.file, self.mode, str(self.of), run, *fine, *kinds, str(counts["unexplained"] or "")]
-
-
-HEADING = ["file", "mode", "tests", "run", "passed", "skipped", *SHOWN, "unexplained"]
-
-
-def lines(found: Sequence[Found], causes: list[Cause]) -> Iterator[Line]:
-    for group in found:
-        for file, of in group.of.items():
-            line = Line(group.mode, file, of)
-            for row in group.rows:
-                if row.file == file:
-                    cause = cause_of(row, causes) if row.outcome == "failed" else None
-                    unexplained = "unexplained" if row.outcome == "failed" else row.outcome
-                    line.counts[cause.kind if cause else unexplained] += 1
-            yield line
-
-
-def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table in Markdown, which reads well on a terminal too."""
-    cells = [HEADING, *rows]
-    widths = [max(len(line[k]) for line in cells) for k in range(len(HEADING))]
-    for line in [HEADING, ["-" * width for width in widths], *rows]:
-        yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |"
-
-
-def total(all_lines: Sequence[Line]) -> Line:
-    line = Line("", "all", sum(line.of for line in all_lines))
-    for one in all_lines:
-        line.counts.update(one.counts)
-    return line
-
-
-def by_mode(all_lines: Sequence[Line]) -> Iterator[Line]:
-    """Yield a line for each mode, with what its files have together."""
-    for mode in dict.fromkeys(line.mode for line in all_lines):
-        those = [line for line in all_lines if line.mode == mode]
-        whole = total(those)
-        yield Line(mode, f"{len(those)} files", whole.of, whole.counts)
-
-
-def reasons(found: Sequence[Found], causes: list[Cause], least: int = 1) -> Iterator[str]:
-    """Yield each cause that explains so many tests, and how many tests the others explain."""
-    explained: Counter[tuple[str, str]] = Counter()
-    for group in found:
-        for row in group.rows:
-            if row.outcome == "failed" and (cause := cause_of(row, causes)):
-                explained[cause.kind, cause.why] += 1
-    order = list(KINDS)
-    for (kind, why), number in sorted(explained.items(), key=lambda one: (order.index(one[0][0]), -one[1])):
-        if number >= least:
-            yield f"- {kind}, {number}: {why}"
-    if rest := [number for number in explained.values() if number < least]:
-        yield f"- {len(rest)} other reasons, {sum(rest)}: `tests/torch_tests/expected.txt`"
-
-
-def rewrite(page: Path, words: Sequence[str], mode: str | None) -> None:
-    """Put the table into the page between its two marks: the table of one mode, or that of all."""
-    of = f" of {mode}" if mode else ""
-    start, end = f"<!-- table{of} -->\n", f"<!-- end of the table{of} -->\n"
-    before, mark, rest = page.read_text(encoding="utf-8").partition(start)
-    _, second, after = rest.partition(end)
-    if not (mark and second):
-        raise ValueError(f"{page} has no lines {start!r} and {end!r}")
-    page.write_text("".join([before, mark, "\n".join(words), "\n", second, after]), encoding="utf-8")
+# -- what was found -------------------------------------------------------------------------------------
 
 
 def now_passing(found: Sequence[Found], causes: list[Cause]) -> Iterator[str]:
@@ -254,38 +172,66 @@ def tell(group: Found, causes: list[Cause]) -> None:
         print(f"a child [{group.mode}] {death}", flush=True)
 
 
-def keep(path: Path, found: Sequence[Found], seconds: float) -> None:
-    text = json.dumps({"seconds": seconds, "found": [asdict(group) for group in found]})
-    path.write_text(text, encoding="utf-8")
+@dataclass
+class Run:
+    """What one call of this program ran, as `--keep` keeps it."""
+
+    found: list[Found]
+    seconds: float
+    # It says which tests of each file ran.
+    part: str
+    date: str
 
 
-def kept(path: Path) -> tuple[list[Found], float]:
+def keep(path: Path, run: Run) -> None:
+    path.write_text(json.dumps(asdict(run)), encoding="utf-8")
+
+
+def kept(path: Path) -> Run:
     """Return what `keep` has written."""
     said = json.loads(path.read_text(encoding="utf-8"))
-    groups = [Found(**{**group, "rows": [Row(**row) for row in group["rows"]]}) for group in said["found"]]
-    return groups, said["seconds"]
+    found = [Found(**{**group, "rows": [Row(**row) for row in group["rows"]]}) for group in said.pop("found")]
+    return Run(found, **said)
+
+
+def chosen(options: argparse.Namespace, most: dict[str, int]) -> dict[str, int]:
+    """Return the files of a group that run, with the most tests of each. 0 takes all."""
+    files = {file: 0 if options.all else number for file, number in most.items()}
+    if options.part:
+        # Each part has files of each group, as two groups run at a time.
+        k, of = options.part
+        files = {file: files[file] for file in list(files)[k - 1 :: of]}
+    if options.all and options.only:
+        return {file: number for file, number in files.items() if is_named(file, options.only)}
+    if options.only and all("::" in part for part in options.only):
+        return {file: number for file, number in files.items() if is_named(file, options.only)}
+    return files
+
+
+def is_named(file: str, names: Sequence[str]) -> bool:
+    """Say if a file is named: by its path, by its bare name, or by a test of it."""
+    asked = {name.partition("::")[0] for name in names}
+    return not asked.isdisjoint((file, file.removesuffix(".py"), Path(file).stem))
 
 
 def run_groups(options: argparse.Namespace, folder: Path, causes: list[Cause]) -> list[Found]:
     without = [test for cause in causes if cause.kind == NOT_RUN for test in cause.tests]
-    if options.all or options.only:
+    only: list[str] = [] if options.all else options.only
+    if only:
+        # Who names a test wants it.
         without = []
 
     def run(group: tuple[str, dict[str, int]]) -> Found:
         mode, most = group
-        files = {file: 0 if options.all else number for file, number in most.items()}
-        if options.part:
-            # Each part has files of each group, as two groups run at a time.
-            k, of = options.part
-            files = {file: files[file] for file in list(files)[k - 1 :: of]}
-        if options.only and all("::" in part for part in options.only):
-            named = {part.partition("::")[0] for part in options.only}
-            files = {file: number for file, number in files.items() if file in named}
-        found = run_group(mode, files, folder, options.only, without) if files else Found(mode)
+        files = chosen(options, most)
+        plan = Plan(mode, files, "", [], without, only, options.seed, options.slice)
+        found = run_group(plan, folder) if files else Found(mode)
         tell(found, causes)
         return found
 
     wanted = [group for group in groups(HERE / "files.txt") if options.mode in (None, group[0])]
+    if options.all and not any(is_named(file, options.only or [file]) for _, most in wanted for file in most):
+        raise SystemExit(f"no file of files.txt is named {' or '.join(options.only)}; --all takes files")
     with ThreadPoolExecutor(options.processes) as pool:
         return list(pool.map(run, wanted))
 
@@ -298,17 +244,32 @@ def part(words: str) -> tuple[int, int]:
     return k, of
 
 
-def main() -> int:
+def asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("only", nargs="*", help="parts of names of tests; a sample without")
+    parser.add_argument(
+        "only", nargs="*", help="parts of names of tests, or files with --all; a sample without"
+    )
     parser.add_argument("--all", action="store_true", help="all tests of the files, in all dtypes: hours")
+    parser.add_argument("--slice", type=part, metavar="K/N", help="the Kth of N slices of each file's tests")
     parser.add_argument("--mode", choices=MODES, help="one mode only")
     parser.add_argument("--part", type=part, metavar="K/N", help="the Kth of N parts of the files")
+    parser.add_argument("--seed", type=int, help="draws the sample; the date, as 20261127, without")
     parser.add_argument("--processes", type=int, default=2, help="children at a time (2)")
     parser.add_argument("--keep", type=Path, help="keep what became of each test in this file")
     parser.add_argument("--judge", type=Path, help="run nothing, but judge what is kept in this file")
-    parser.add_argument("--page", type=Path, help="the page whose table is written anew")
+    parser.add_argument("--page", type=Path, help="the page whose tables get what ran")
     options = parser.parse_args()
+    if options.slice and not options.all:
+        parser.error("--slice takes a slice of whole files: say --all, too")
+    if options.page and options.only and not (options.all or options.judge):
+        parser.error("the page's rows are samples or whole files: say --all and the files' names, too")
+    if options.seed is None:
+        options.seed = int(time.strftime("%Y%m%d"))
+    return options
+
+
+def main() -> int:
+    options = asked()
     try:
         folder = sources.test_folder()
     except sources.NoSources as reason:
@@ -318,30 +279,35 @@ def main() -> int:
     causes = read(HERE / "expected.txt")
     begun = time.monotonic()
     if options.judge:
-        found, seconds = kept(options.judge)
-        for group in found:
+        run = kept(options.judge)
+        for group in run.found:
             tell(group, causes)
     else:
+        which = record.SAMPLE
+        if options.all:
+            which = "{}/{}".format(*options.slice) if options.slice else record.WHOLE
+        elif not options.only:
+            print(f"the seed {options.seed} draws the sample: --seed {options.seed} repeats it", flush=True)
+        date = time.strftime("%Y-%m-%d")
         found = run_groups(options, folder, causes)
-        seconds = time.monotonic() - begun
+        run = Run(found, time.monotonic() - begun, which, date)
     if options.keep:
-        keep(options.keep, found, seconds)
-    each = list(lines(found, causes))
-    whole = total(each)
-    begin = (
-        f"{time.strftime('%Y-%m-%d')}, {revision()}, torch {importlib.metadata.version('torch')}, the "
-        f"tests of PyTorch {sources.version(folder)}, {os.cpu_count()} cores, "
-        f"Python {platform.python_version()}: "
-        f"{sum(whole.counts.values())} tests in {seconds / 60:.0f} minutes."
+        keep(options.keep, run)
+    new = list(record.entries(run.found, causes, run.part, run.date))
+    versions = (
+        f"torch {importlib.metadata.version('torch')}, the tests of PyTorch {sources.version(folder)}, "
+        f"Python {platform.python_version()}"
     )
-    files = table([line.cells() for line in [*each, whole]])
-    print(begin, "", *files, "", *reasons(found, causes), *now_passing(found, causes), sep="\n")
+    number = sum(entry.run for entry in new)
+    minutes = f"{number} tests in {run.seconds / 60:.0f} minutes"
+    print(f"{run.date}, {revision()}, {versions}, {os.cpu_count()} cores: {minutes}.")
+    print("", *record.shown(new), *now_passing(run.found, causes), sep="\n")
     if options.page:
-        # The page has a line for each mode, and the reasons of which there are several tests.
-        modes = [line.cells() for line in by_mode(each)]
-        shown = table([*modes, whole.cells()] if len(modes) > 1 else modes)
-        rewrite(options.page, [begin, "", *shown, "", *reasons(found, causes, least=5)], options.mode)
-    return 1 if whole.counts["unexplained"] or any(group.deaths for group in found) else 0
+        everything = record.with_new(record.read(record.PATH), new)
+        record.write(record.PATH, everything)
+        record.on_page(options.page, everything, f"with {versions}")
+    unexplained = any(entry.counts.get("unexplained") for entry in new)
+    return 1 if unexplained or any(group.deaths for group in run.found) else 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -27,13 +28,71 @@ def failed(lane: Any, test: str = "f.py::C::test_a", **others: Any) -> Any:
     return lane("rows").Row(test, "failed", **{"error": "RuntimeError: no storage", **others})
 
 
-def test_a_sample_has_one_dtype_of_each_test_and_is_the_same_each_time(lane: Any) -> None:
+def test_a_sample_has_one_dtype_of_each_test_and_its_seed_draws_it_again(lane: Any) -> None:
     sample = lane("torch_tests_plugin").sample
     names = [f"f.py::C::test_{k}_remote_{dtype}" for k in range(9) for dtype in ("int8", "float32", "bool")]
-    assert sample(names, 9) == {name for name in names if name.endswith("float32")}
-    assert len(sample(names, 4)) == 4 and sample(names, 4) == sample(reversed(names), 4)
-    assert sample(names, 4) < sample(names, 5)
-    assert sample(names, 0) == set(names)
+    assert len({name.rpartition("_")[0] for name in sample(names, 9, 1)}) == 9
+    assert len(sample(names, 4, 1)) == 4 and sample(names, 4, 1) == sample(reversed(names), 4, 1)
+    assert sample(names, 4, 1) < sample(names, 5, 1)
+    assert sample(names, 4, 1) != sample(names, 4, 2)
+    assert sample(names, 0, 1) == set(names)
+
+
+def test_slices_have_each_test_once(lane: Any) -> None:
+    in_slice = lane("torch_tests_plugin").in_slice
+    names = [f"f.py::C::test_{k}" for k in range(50)]
+    slices = [[name for name in names if in_slice(name, k, 3)] for k in (1, 2, 3)]
+    assert all(slices) and sorted(itertools.chain(*slices)) == sorted(names)
+
+
+def test_a_file_is_named_by_its_path_its_bare_name_or_a_test_of_it(lane: Any) -> None:
+    is_named = lane("run").is_named
+    assert is_named("functorch/test_ops.py", ["test_ops"]) and is_named("test_ops.py", ["test_ops"])
+    assert not is_named("functorch/test_ops.py", ["test_ops.py"])
+    assert is_named("nn/test_pooling.py", ["test_x", "nn/test_pooling.py::C::test_a"])
+    assert not is_named("nn/test_pooling.py", ["test_pool"])
+
+
+def entry(
+    lane: Any, part: str, passed: int, date: str = "2026-11-27", file: str = "f.py", **others: Any
+) -> Any:
+    return lane("record").Entry(file, "device", date, part, 100, {"passed": passed, **others})
+
+
+def test_a_later_run_replaces_the_rows_of_its_files_and_keeps_the_others(lane: Any) -> None:
+    record = lane("record")
+    other = entry(lane, "sample", 5, file="g.py")
+    kept = [other, entry(lane, "sample", 3)]
+    kept = record.with_new(kept, [entry(lane, "1/2", 40), entry(lane, "1/2", 0, file="g.py")])
+    assert kept == [other, entry(lane, "1/2", 40)]
+    # A sample leaves the row of a file that ran whole.
+    assert record.with_new(kept, [entry(lane, "sample", 9)]) == kept
+    kept = record.with_new(kept, [entry(lane, "2/2", 41, "2026-11-28", torch=2)])
+    (f, g) = record.by_file(kept)
+    assert f.cells()[:7] == ["f.py", "device", "2026-11-28", "100", "83", "81", ""]
+    assert (f.counts["torch"], g.run) == (2, 5)
+    assert record.with_new(kept, [entry(lane, "1/1", 99)]) == [other, entry(lane, "1/1", 99)]
+
+
+def test_the_page_says_how_many_tests_ran_in_all(lane: Any, tmp_path: Path) -> None:
+    record, page, path = lane("record"), tmp_path / "page.md", tmp_path / "record.jsonl"
+    assert record.read(path) == []
+    first = entry(lane, "1/1", 90, torch=3)
+    first.reasons = {"torch: what it does": 2}
+    record.write(path, [first, entry(lane, "sample", 5, "2026-11-20", file="g.py")])
+    page.write_text("words\n<!-- table -->\nold\n<!-- end of the table -->\nmore\n", encoding="utf-8")
+    record.on_page(page, record.read(path), "with a torch")
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert lines[:3] == [
+        "words",
+        "<!-- table -->",
+        "2026-11-27: 98 tests of 200 have run in all, with a torch.",
+    ]
+    assert "- torch, 2: what it does" in lines and any(line.startswith("- 1 more") for line in lines)
+    assert lines[-1] == "more" and "old" not in lines
+    page.write_text("words\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="has no lines"):
+        record.on_page(page, record.read(path), "")
 
 
 def test_the_twin_of_a_test_is_the_one_for_cpus(lane: Any) -> None:
@@ -143,24 +202,16 @@ def test_the_test_in_which_a_process_ended_has_failed(lane: Any, tmp_path: Path)
         ("f.py::a", "passed", ""),
         ("f.py::b", "failed", "the process ended with status -11"),
     ]
-    (line,) = lane("run").lines([found], [])
-    assert line.cells()[:5] == ["f.py", "device", "7", "2", "1"] and line.cells()[-1] == "1"
-    (whole,) = lane("run").by_mode([line, line])
-    assert whole.cells()[:5] == ["2 files", "device", "14", "4", "2"] and whole.cells()[-1] == "2"
-    lane("run").keep(path, [found], 60.0)
-    assert lane("run").kept(path) == ([found], 60.0)
-
-
-def test_a_page_has_the_reasons_of_several_tests_and_counts_the_others(lane: Any) -> None:
-    run, expected = lane("run"), lane("expected")
-    tests = [failed(lane, f"f.py::C::test_{name}") for name in ("a0", "a1", "b", "c")]
-    causes = [expected.Cause("torch", f"why {name}", tests=[f"f.py::C::test_{name}*"]) for name in "abc"]
-    found = [run.Found("device", tests)]
-    assert list(run.reasons(found, causes)) == ["- torch, 2: why a", "- torch, 1: why b", "- torch, 1: why c"]
-    assert list(run.reasons(found, causes, least=2)) == [
-        "- torch, 2: why a",
-        "- 2 other reasons, 2: `tests/torch_tests/expected.txt`",
-    ]
+    (line,) = lane("record").entries([found], [], "1/1", "2026-11-27")
+    assert (line.file, line.mode, line.of, line.counts) == (
+        "f.py",
+        "device",
+        7,
+        {"passed": 1, "unexplained": 1},
+    )
+    run = lane("run").Run([found], 60.0, "1/1", "2026-11-27")
+    lane("run").keep(path, run)
+    assert lane("run").kept(path) == run
 
 
 def test_a_folder_without_tests_is_refused(

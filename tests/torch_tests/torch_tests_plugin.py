@@ -67,26 +67,24 @@ def digest(words: str) -> str:
     return hashlib.sha256(words.encode()).hexdigest()
 
 
-def first(names: Iterable[str], most: int) -> set[str]:
-    """Choose tests that do not change from run to run."""
-    return set(sorted(names, key=digest)[: most or None])
+def first(names: Iterable[str], most: int, seed: int) -> set[str]:
+    """Draw tests. The same seed draws the same ones."""
+    return set(sorted(names, key=lambda name: digest(f"{seed} {name}"))[: most or None])
 
 
-def sample(names: Iterable[str], most: int) -> set[str]:
-    """Choose tests that do not change from run to run, with one dtype of each test and operator.
-
-    float32 comes first, as most programs have it.
-    """
+def sample(names: Iterable[str], most: int, seed: int) -> set[str]:
+    """Draw tests, with one dtype of each test and operator."""
     by_test: dict[str, list[str]] = {}
     for name in names:
         by_test.setdefault(re.split(r"_(?:remote|cpu)(?=_|$)", name)[0], []).append(name)
     if not most:
         return {name for members in by_test.values() for name in members}
-    firsts = [
-        min(members, key=lambda name: (not name.endswith("_float32"), digest(name)))
-        for members in by_test.values()
-    ]
-    return first(firsts, most)
+    one_each = [name for members in by_test.values() for name in first(members, 1, seed)]
+    return first(one_each, most, seed)
+
+
+def in_slice(name: str, k: int, of: int) -> bool:
+    return int(digest(name), 16) % of == k - 1
 
 
 def twin(name: str) -> str:
@@ -132,6 +130,10 @@ class Runner:
             self.open = spmd_bases.open_session
             self.without = spmd_bases.in_processes_of_its_own
         self.open()
+        # torch asks for the name of this device when it imports these modules, so the session comes first.
+        import old_names
+
+        old_names.give()
         if plan.mode == DEVICE:
             import remote_devices
 
@@ -172,7 +174,11 @@ class Runner:
         most = self.plan.most
         # A test of ranks has no dtypes in its name.
         choose = first if self.plan.mode == SPMD else sample
-        chosen = {name for file, names in by_file.items() for name in choose(names, most[file])}
+        chosen = {
+            name for file, names in by_file.items() for name in choose(names, most[file], self.plan.seed)
+        }
+        if self.plan.slice:
+            chosen = {name for name in chosen if in_slice(name, *self.plan.slice)}
         if self.plan.only:
             chosen = {item.nodeid for item in wanted if any(part in item.nodeid for part in self.plan.only)}
         chosen -= set(self.plan.done)

@@ -7,7 +7,7 @@ everything else is torch's.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import NoReturn, Protocol, SupportsIndex, overload
 
@@ -385,6 +385,35 @@ class DistributedTensor(torch.Tensor):
         """Return the memory's size, place and identity; its bytes are not in this process."""
         # It answers what code asks that saves or compares, and it is no storage of this process.
         return RemoteStorage(self)  # type: ignore[return-value]
+
+    @without_our_frames
+    def set_(
+        self,
+        source: object = None,
+        storage_offset: int | torch.SymInt = 0,
+        size: Sequence[int | torch.SymInt] | None = None,
+        stride: Sequence[int | torch.SymInt] | None = None,
+    ) -> torch.Tensor:
+        """Let the tensor have another one's memory, as torch's does. Return at once."""
+        memory = source.tensor if isinstance(source, RemoteStorage) else source
+        if not isinstance(memory, DistributedTensor) or (size is None and memory is source):
+            given = () if source is None else (source,) if size is None else (source, storage_offset, size)
+            return super().set_(*given, *(() if stride is None else (stride,)))
+        with torch.no_grad():
+            room = nbytes(memory._handle.storage) // self.element_size()
+            whole = memory._stretched(room * self.element_size())
+            whole = whole if whole.dtype == self.dtype else whole.view(self.dtype)
+            shape = torch.empty((room,) if size is None else tuple(size), device="meta")
+            if stride is not None:
+                shape = torch.empty_strided(shape.shape, tuple(stride), device="meta")
+            needed = storage_offset + shape.untyped_storage().nbytes() // shape.element_size()
+            if needed > room and shape.numel():
+                raise NotSupportedError(
+                    f"the memory on {self.place} has {room} elements, and {needed} are asked for: "
+                    "a worker's memory does not grow by set_; x.resize_(...) makes a larger one"
+                )
+            self.data = whole.as_strided(shape.shape, shape.stride(), storage_offset)
+        return self
 
     @without_our_frames
     def storage(self) -> NoReturn:

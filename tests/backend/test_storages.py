@@ -43,3 +43,26 @@ def test_local_storages_are_as_before(session: object) -> None:
     assert torch.load(file).tolist() == tensor.untyped_storage().tolist()
     with pytest.raises(RuntimeError, match="device type at start of device string"):
         torch.UntypedStorage(8, device="nonsense")
+
+
+@pytest.mark.parametrize("device", ["cpu", "remote"])
+def test_a_tensor_takes_the_memory_of_another_one(session: object, device: str) -> None:
+    y = torch.arange(10.0, device=device)
+
+    def empty(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor((), device=device, dtype=dtype)
+
+    x = empty().set_(y.untyped_storage(), storage_offset=1, size=torch.Size([4]), stride=[2])  # type: ignore[call-overload]
+    x[0] = 9
+    assert (x.tolist(), x.storage_offset(), y[1].item()) == ([9, 3, 5, 7], 1, 9)
+    assert empty().set_(y, 2, (2, 3), (3, 1)).tolist() == [[2, 3, 4], [5, 6, 7]]
+    assert empty().set_(y[4:6].untyped_storage()).tolist() == y.tolist()
+    bits = empty(torch.int64).set_(y.untyped_storage(), 1, (2,))
+    assert bits.tolist() == y.view(torch.int64)[1:3].tolist()
+    assert (empty().set_(y[2:4]).tolist(), empty().set_().shape) == ([2, 3], torch.Size([0]))
+
+
+def test_memory_there_does_not_grow_for_another_tensor(session: object) -> None:
+    y = torch.arange(10.0, device="remote")
+    with pytest.raises(dr.errors.NotSupportedError, match=r"has 10 elements, and 12 are asked for"):
+        torch.tensor((), device="remote").set_(y.untyped_storage(), 8, (4,))

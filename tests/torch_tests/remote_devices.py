@@ -58,7 +58,8 @@ def add() -> None:
         *rest: Any,
         **named: Any,
     ) -> Any:
-        if only_for is not None and "cpu" in only_for:
+        # Tests for CUDA and Habana's "hpu" are for any accelerator: torch's dynamo has such.
+        if only_for is not None and ("cpu" in only_for or "hpu" in only_for):
             only_for = [*([only_for] if isinstance(only_for, str) else only_for), REMOTE]
         return desired(except_for, only_for, False, *rest, **named)
 

@@ -80,8 +80,8 @@ class Found:
     # The last words of each child that died.
     deaths: list[str] = field(default_factory=list)
 
-    def take(self, path: Path, ending: str) -> None:
-        """Read a child's rows. A test that it began and did not end has ended it."""
+    def take(self, path: Path, ending: str) -> str:
+        """Read a child's rows, and return how it ended. A test that it began and did not end has ended it."""
         begun = ""
         for line in path.read_text(encoding="utf-8").splitlines():
             said = json.loads(line)
@@ -91,7 +91,10 @@ class Found:
                 self.rows.append(Row(**{**said, "mode": self.mode}))
                 begun = ""
         if begun:
+            # pytest may end with a common status by a mistake of its own.
+            ending = ending or "ended early"
             self.rows.append(Row(begun, "failed", error=f"the process {ending}", mode=self.mode))
+        return ending
 
 
 def run_group(plan: Plan, folder: Path) -> Found:
@@ -103,8 +106,7 @@ def run_group(plan: Plan, folder: Path) -> Found:
             rows, log = Path(scratch) / "rows", Path(scratch) / "log"
             rows.touch()
             here = replace(plan, rows=str(rows), done=[row.test for row in found.rows])
-            ending = _child(here, folder, log)
-            found.take(rows, ending)
+            ending = found.take(rows, _child(here, folder, log))
             if not ending:
                 return found
             found.deaths.append(f"{ending}: {log.read_text(encoding='utf-8', errors='replace')[-1500:]}")
@@ -122,6 +124,8 @@ def _child(plan: Plan, folder: Path, log: Path) -> str:
     arguments = [sys.executable, "-m", "pytest", "-c", str(settings), "--rootdir", str(folder), "-q", "-s"]
     arguments += ["-p", "torch_tests_plugin", "-p", "no:cacheprovider", "--noconftest", "--disable-warnings"]
     arguments += [f"--timeout={PATIENCE}", "--timeout-method=signal", "--continue-on-collection-errors"]
+    # In Python 3.11, pytest's own tracebacks of deep calls fail: "AST constructor recursion depth mismatch".
+    arguments += ["--tb=native"]
     environment = {**os.environ, **ENVIRONMENT}
     # torch runs a test file in its own folder, and those of pipelines import from there.
     own = dict.fromkeys(str((folder / file).parent) for file in plan.most if "/pipelining/" in file)

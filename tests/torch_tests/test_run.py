@@ -196,7 +196,8 @@ def test_the_test_in_which_a_process_ended_has_failed(lane: Any, tmp_path: Path)
     path = tmp_path / "rows"
     path.write_text("".join(json.dumps(line) + "\n" for line in said), encoding="utf-8")
     found = lane("run").Found("device")
-    found.take(path, "ended with status -11")
+    assert lane("run").Found("device").take(path, "") == "ended early"
+    assert found.take(path, "ended with status -11") == "ended with status -11"
     assert {row.mode for row in found.rows} == {"device"}
     assert [(row.test, row.outcome, row.error) for row in found.rows] == [
         ("f.py::a", "passed", ""),

@@ -29,7 +29,9 @@ import distruntime as dr
 from rows import ALIKE, DEFAULT, DEVICE, LOCAL, MESH, SPMD, Plan, Row, append
 
 # What such an error misses may have been raised too late. Another error would only come again.
-TOO_LATE = re.compile(r"not raised|does not match|[Ww]arning|not found in|is not true|DID NOT RAISE|poisoned|Unexpected success")
+TOO_LATE = re.compile(
+    r"not raised|does not match|[Ww]arning|not found in|is not true|DID NOT RAISE|poisoned|Unexpected success"
+)
 # The time of a test ends with this, also while its operations are waited for.
 LATE_ALARM = (pytest.fail.Exception,)
 # What waits longer has lost its answer.

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..errors import NotSupportedError, PlacementError, UsageError
 from ..log.current import current_member
-from ..log.handle import REMOTE_TYPES, Residence
+from ..log.handle import BARE, REMOTE_TYPES, Residence
 from ..log.mesh_log import MeshLog
 from ..log.shards import member_of
 from ..operators.proxies import wrap
@@ -45,7 +45,11 @@ def _at(value: Any, k: int, member: Residence | None, devices: Sequence[torch.de
         return wrap(type(value), member_of(value._handle, k))
     if varies(value):
         return value.node._local_ints[k]
-    return member.device if member is not None and value in devices else value
+    if member is None or not isinstance(value, torch.device):
+        return value
+    # "remote" alone means the mesh that the shards are on, or go to.
+    alone = value.type in REMOTE_TYPES and (value.index is None or value.type == BARE)
+    return member.device if alone or value in devices else value
 
 
 def run_for_each(
@@ -65,6 +69,11 @@ def run_for_each(
         # It goes from the meta device to a mesh.
         target = next((d for d in flat if isinstance(d, torch.device) and d.type in REMOTE_TYPES), None)
         home = None if target is None else active_session().places.meant(target)
+        if home is not None and not home.node.members:
+            raise PlacementError(
+                f"shards of different shapes ({shapes_of(uneven[0]._shards)}) do not fit {home.place}: "
+                "name their mesh, device=mesh.device"
+            )
     name = getattr(function, "__qualname__", str(function))
     if home is None and all(value is None or isinstance(value, int) or varies(value) for value in flat):
         return _computed_once(function, flat, shape, name)

@@ -209,6 +209,25 @@ def test_fully_shard_on_the_meta_device(two_workers: None) -> None:
     same(model(x.to(mesh.device)), F.linear(x, weight, dr.fetch(model.bias.detach())))
 
 
+def test_remote_alone_is_the_mesh_around_for_shards_on_the_meta_device(two_workers: None) -> None:
+    mesh = make("4")
+    with torch.device("meta"):
+        model = nn.Linear(8, 10)
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(dr.errors.PlacementError, match=r"do not fit .* name their mesh, device=mesh\.device"):
+        torch.empty_like(model.weight, device="remote")
+    with mesh:
+        # The second call finds shards that are on the mesh.
+        for _ in range(2):
+            model.to_empty(device="remote")
+    torch.nn.init.ones_(model.weight)
+    torch.nn.init.zeros_(model.bias)
+    out = model(torch.ones(3, 8, device=mesh.device))
+    out.sum().backward()
+    same(out, torch.full((3, 10), 8.0))
+    same(model.weight.grad.full_tensor(), torch.full((10, 8), 3.0))  # type: ignore[union-attr]
+
+
 def test_replicas_of_uneven_shards(two_workers: None) -> None:
     mesh = make("2x2")
     serial = Vocabulary()

@@ -113,3 +113,23 @@ def test_an_operator_that_the_worker_does_not_have_says_where_it_belongs(session
         NotImplementedError, match="once the session has begun, with a kernel for this device"
     ):
         plus_one(torch.ones(2, device=REMOTE)).cpu()
+
+
+def test_an_operator_that_comes_late_is_found(session: object) -> None:
+    @torch.library.custom_op("late_for_tests::plus_one", mutates_args=(), device_types="cuda")
+    def plus_one(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    plus_one.register_fake(lambda x: torch.empty_like(x))
+    x = torch.ones(2, device=REMOTE)
+    with pytest.raises(
+        NotImplementedError, match=r"import that there: dr\.remote\(importlib\.import_module\)"
+    ):
+        plus_one(x).cpu()
+
+    def define() -> None:
+        torch.library.define("late_for_tests::plus_one", "(Tensor x) -> Tensor")
+        torch.library.impl("late_for_tests::plus_one", "cpu", lambda x: x + 1)
+
+    dr.fetch(dr.remote(define)())
+    assert plus_one(x).tolist() == [2.0, 2.0]

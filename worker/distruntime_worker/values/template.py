@@ -60,10 +60,16 @@ def operator(name: str) -> Operator:
         if broken
         else f", and no package {namespace!r} that is installed here has it. If it is one of a "
         "package, install that on the worker; if your program defines it, let it do so once the session "
-        "has begun, with a kernel for this device"
+        "has begun, with a kernel for this device; if a module of another name does, import that there: "
+        "dr.remote(importlib.import_module)('its.module')"
     )
 
-    def missing(*_: object, **__: object) -> None:
+    def missing(*args: object, **kwargs: object) -> object:
+        # A function of the user's may have imported its module since. The step knows nothing of its writes.
+        late = _find(namespace, base, overload)
+        schema = getattr(late, "_schema", None)
+        if late is not None and schema is not None and all(a.alias_info is None for a in schema.arguments):
+            return late(*args, **kwargs)
         raise NotImplementedError(f"{name} does not exist in torch {torch.__version__} on this worker{why}")
 
     return missing

@@ -97,9 +97,11 @@ LIARS = {
 LIARS_ON_GPUS = {"aten::log_sigmoid_forward": "shape of the buffer"}
 
 _LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
-# These meta kernels do not know in which dtype the CPU kernel keeps its statistics. It matters where an
-# operand has a dtype that is named here.
+# These meta kernels do not know in which dtype the CPU kernel keeps its statistics, or that a result is a
+# lazy conjugate. It matters where an operand has a dtype that is named here.
 LIARS_OF_DTYPES = {
+    # `left=False` solves the conjugate system.
+    "aten::_linalg_solve_ex": frozenset({torch.complex64, torch.complex128}),
     "aten::native_layer_norm": _LOW_PRECISION,
     "aten::_batch_norm_with_update": _LOW_PRECISION,
     "aten::native_group_norm": _LOW_PRECISION,

@@ -102,7 +102,8 @@ def ctc_loss(cls: Any, func: torch._ops.OpOverload, args: Sequence[Any], kwargs:
     log_probs, targets, *lengths = args[:4]
     if func._overloadname != "Tensor" or any(type(t) is cls for t in lengths):
         return func.decompose(*args, **kwargs)
-    numbers = [t.tolist() for t in lengths]
+    # A single sequence has lengths without a dimension.
+    numbers = [t.reshape(-1).tolist() for t in lengths]
     return torch.ops.aten.ctc_loss.IntList(log_probs, targets, *numbers, *args[4:], **kwargs)
 
 

@@ -484,3 +484,15 @@ def test_a_solution_from_the_right_is_a_lazy_conjugate(device: str) -> Any:
     b = torch.complex(torch.ones(3, 3), torch.arange(9.0).view(3, 3)).to(device)
     x = torch.linalg.solve(a, b, left=False)
     return x, x @ a, x.is_conj()
+
+
+@pytest.mark.parametrize("lengths", ["here", "there", "numbers"])
+@agrees
+def test_the_lengths_of_a_single_sequence(device: str, lengths: str) -> Any:
+    scores = tensor(device, 12, 5).log_softmax(1)
+    targets = torch.tensor([1, 2, 4]).to(device)
+    where = device if lengths == "there" else "cpu"
+    given: Any = (torch.tensor(12, device=where), torch.tensor(3, device=where))
+    if lengths == "numbers":
+        given = (12,), (3,)
+    return torch.nn.functional.ctc_loss(scores, targets, *given)

@@ -55,9 +55,13 @@ def _port() -> int:
 
 def _with_users(*words: str) -> None:
     """Run a command that changes the list of users. Two test processes take turns."""
-    with Path(tempfile.gettempdir(), "dr-sshd-users.lock").open("w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    # The folder itself is the lock, so that no file of it is left.
+    folder = os.open(tempfile.gettempdir(), os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
         subprocess.run(words, check=True, capture_output=True)
+    finally:
+        os.close(folder)
 
 
 class Account:

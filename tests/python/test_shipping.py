@@ -102,7 +102,9 @@ def test_a_worker_that_comes_later_gets_it_too(
 def test_the_members_of_a_mesh_import_it_too(mesh: dr.mesh.DeviceMesh, package: tuple[Path, str]) -> None:
     folder, name = package
     call = dr.spmd(mesh, imported, returns=object)
-    with pytest.raises(ModuleNotFoundError, match=rf'send it, dr\.workers\.ship\("{name}"\).* \(rank [01]\)'):
+    with pytest.raises(
+        ModuleNotFoundError, match=rf'send it, dr\.workers\.ship\("{name}"\).* \(rank ([01]) on node \1\)'
+    ):
         dr.fetch(call(name))
     before = dr.fetch(dr.spmd(mesh, os.getpid)())
     dr.workers.ship(name)

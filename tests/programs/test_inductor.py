@@ -195,6 +195,20 @@ def test_a_process_that_nobody_wants_any_more_is_ended() -> None:
     assert not children._nursery
 
 
+def test_without_room_for_a_process_the_worker_compiles_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> None:
+        raise dr.errors.ConfigurationError("no descriptor is left")
+
+    monkeypatch.setattr(children, "enter", refused)
+    definition = _program()
+    parts = _parts(definition)
+    patterns = [part.pattern for part in parts if part.pattern is not None]
+    job = job_for(definition, regions_of(definition, parts), patterns, torch.device, Inputs())
+    assert job is not None
+    # It raises nothing, and whoever has called it goes on.
+    prepare(job, lambda: True)
+
+
 @pytest.mark.slow
 def test_a_compilation_leaves_random_numbers_alone_that_are_drawn_beside_it(
     monkeypatch: pytest.MonkeyPatch,

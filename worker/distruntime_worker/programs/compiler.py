@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 import torch
 
+from distruntime.errors import ConfigurationError
+
 from ..machine.random_states import states_left
 from ..machine.settings import Setting, configure, settings
 from ..python import children
@@ -123,8 +125,8 @@ def prepare(job: Job, wanted: Callable[[], bool]) -> None:
 
     Raise `RuntimeError` if it takes too long. What it cannot do is not told: the caller compiles itself then.
     """
-    # There may be no room for another process.
-    with suppress(OSError):
+    # There may be no room for another process: a nursery that cannot be started says so in its own words.
+    with suppress(OSError, ConfigurationError):
         nursery = children.enter()
         try:
             child = nursery.fork(["compiler"], dict(os.environ))

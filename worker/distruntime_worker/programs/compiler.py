@@ -7,11 +7,9 @@ instead of 3.7 for the forward pass of a GPT of 12 layers (2026-11, 2 cores, tor
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import pickle
-import signal
 import socket
 import sys
 import time
@@ -27,7 +25,7 @@ from distruntime.errors import ConfigurationError
 from ..machine.random_states import states_left
 from ..machine.settings import Setting, configure, settings
 from ..python import children
-from ..python.children import Child, readable
+from ..python.children import Child, end_with_nursery, readable
 from ..values.step import Pattern
 from ..values.template import operator
 from .definition import Definition
@@ -40,7 +38,6 @@ _LOOK = 0.5
 _PIPE = 1 << 16
 # The steps beside it come first.
 _NICE = 5
-_SET_PARENT_DEATH_SIGNAL = 1
 
 
 class Kind(NamedTuple):
@@ -169,8 +166,7 @@ def _say(child: Child) -> None:
 
 def main(_: Sequence[str]) -> int:
     """Compile the job that comes over the socket that is standard input; return the exit code."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    end_with_nursery()
     # A user may not be allowed to.
     with suppress(OSError):
         os.nice(_NICE)

@@ -6,6 +6,7 @@ socket of this worker, and begin with one thread and no accelerator in use.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
@@ -39,6 +40,7 @@ class Surroundings:
     closed: Callable[[], bool]
 
 
+_SET_PARENT_DEATH_SIGNAL = 1
 # A request has at most so many bytes.
 _BUFFER = 1 << 20
 _REPORT = 4096
@@ -171,6 +173,12 @@ class Nursery:
         """End the nursery. Its children end with it."""
         self._control.close()
         self.process.wait()
+
+
+def end_with_nursery() -> None:
+    """Let this process end with the nursery: its main thread has forked it, and ends with the worker."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
 _guard = Lock()

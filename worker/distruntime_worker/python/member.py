@@ -6,12 +6,10 @@ the nursery, and when the worker closes the socket that its standard input is.
 
 from __future__ import annotations
 
-import ctypes
 import io
 import linecache
 import os
 import pdb
-import signal
 import socket
 import sys
 import traceback
@@ -28,12 +26,12 @@ from distruntime.errors import NotSupportedError, ProtocolError, UsageError
 
 from ..values.objects import class_name
 from ..values.step import Operator
+from .children import end_with_nursery
 from .forked import end_child
 from .handing import Device, Incoming, Outgoing, Shared, Stays, receive, written
 from .shipped import Package, follow
 from .skeleton import arguments, load, missing
 
-_SET_PARENT_DEATH_SIGNAL = 1
 if torch.distributed.is_available():
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
@@ -315,9 +313,7 @@ def _refuse_prompt(*args: object, **kwargs: object) -> NoReturn:
 
 def main(_: Sequence[str]) -> int:
     """Serve the worker whose socket is standard input; return the exit code."""
-    # The nursery's main thread has forked this process, and ends when the worker does.
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    end_with_nursery()
     link = socket.socket(fileno=os.dup(0))
     # A user's function that reads standard input finds nothing there.
     with open(os.devnull, "rb") as nothing:

@@ -13,7 +13,7 @@ from ..operators.propagate import Operator
 from ..operators.special import ctc_loss
 from ..tensors.tensor import DistributedTensor
 from .attention import attention
-from .whole import EINSUM, Kernel, on_accelerators, recurrent, without_gradients
+from .whole import EINSUM, Kernel, on_accelerators, recurrent, to_its_place, without_gradients
 
 _aten = torch.ops.aten
 
@@ -33,5 +33,6 @@ KERNELS: dict[Operator, Kernel] = {
 }
 # Where they do nothing else, they must cost nothing else: `install` puts them in as they are.
 QUICK: dict[Operator, Kernel] = {
-    op: without_gradients(op) for op in (_aten.linear.default, _aten.matmul.default, EINSUM)
+    **{op: without_gradients(op) for op in (_aten.linear.default, _aten.matmul.default, EINSUM)},
+    **{op: to_its_place(op) for op in (_aten.to.device, _aten.to.dtype_layout)},
 }

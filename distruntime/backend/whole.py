@@ -22,6 +22,7 @@ from ..operators.dispatch import dispatch
 from ..operators.propagate import Operator
 from ..operators.proxies import AUTOCAST_KEY, wrap
 from ..operators.signatures import template
+from ..operators.special import claimed
 from ..operators.transfer import upload
 from ..session.stalls import before_wait
 from ..tensors.tensor import DistributedTensor
@@ -103,6 +104,27 @@ def without_gradients(op: Operator) -> Kernel:
                 and torch.autograd.forward_ad._current_level < 0
             ):
                 return dispatch(DistributedTensor, op, (), args, kwargs)
+            return formula(*args, **kwargs)
+        except BaseException as error:
+            drop_frames(error)
+            raise
+
+    return run
+
+
+def to_its_place(op: Operator) -> Kernel:
+    """Return the kernel of `aten::to`, by which `torch.as_tensor` and `torch.Tensor.to` ask for a device.
+
+    A tensor that is there already is returned as it is, as torch promises. The formula compares devices in
+    C++, where a proxy claims "lazy", so it would copy for "remote".
+    """
+    formula = partial(op._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
+
+    def run(*args: object, device: torch.device | None = None, **kwargs: object) -> object:
+        try:
+            args = tuple([claimed(one) if isinstance(one, torch.device) else one for one in args])
+            if device is not None:
+                kwargs["device"] = claimed(device)
             return formula(*args, **kwargs)
         except BaseException as error:
             drop_frames(error)

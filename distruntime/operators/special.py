@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from ..errors import NotSupportedError, of_caller
-from ..log.handle import Residence
+from ..log.handle import REMOTE_TYPES, Residence
 from ..log.line import user_line
+from ..session.session import active_session
 from .ask_worker import ask
 from .member_views import member, member_backward
 from .proxies import wrap
@@ -94,6 +95,18 @@ def _decompose(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwar
     return func.decompose(*args, **kwargs)
 
 
+def claimed(device: torch.device) -> torch.device:
+    """Return what proxies at a remote device claim in C++, or a device of this process as it is."""
+    return active_session().places.meant(device).lazy if device.type in REMOTE_TYPES else device
+
+
+def _to(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    args = [claimed(one) if isinstance(one, torch.device) else one for one in args]
+    if isinstance(kwargs.get("device"), torch.device):
+        kwargs = {**kwargs, "device": claimed(kwargs["device"])}
+    return func.decompose(*args, **kwargs)
+
+
 def ctc_loss(cls: Any, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Compute the loss with the lengths as numbers where they are local: a GPU takes them from any device.
 
@@ -109,7 +122,8 @@ def ctc_loss(cls: Any, func: torch._ops.OpOverload, args: Sequence[Any], kwargs:
 
 SPECIAL: dict[str, Special] = {
     "aten::ctc_loss": ctc_loss,
-    **dict.fromkeys(("aten::to", "aten::_has_compatible_shallow_copy_type"), _decompose),
+    "aten::to": _to,
+    "aten::_has_compatible_shallow_copy_type": _decompose,
     **dict.fromkeys(("aten::atleast_1d", "aten::atleast_2d", "aten::atleast_3d"), _decompose),
     **dict.fromkeys(
         ("aten::alpha_dropout", "aten::feature_dropout", "aten::feature_alpha_dropout"), _decompose

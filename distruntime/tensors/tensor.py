@@ -144,6 +144,8 @@ class DistributedTensor(torch.Tensor):
         destination = self._destination(target, node)
         if isinstance(destination, torch.device):
             return _to(self, destination, *rest, **kwargs)
+        if destination is self._handle.place and not rest and not kwargs:
+            return self
         # "lazy" is what the wrapper claims in C++: with "remote" it would copy where torch promises `self`.
         # `destination` is held until the copy lives there, so that its number stays its own.
         return _to(self, destination.lazy, *rest, **kwargs)

@@ -94,6 +94,23 @@ def test_every_factory_takes_a_place(where: tuple[int, str]) -> None:
                 assert torch.equal(found.cpu(), expected) and found.stride() == expected.stride(), name
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("take", [torch.as_tensor, torch.asarray, torch.Tensor.to])
+def test_what_is_there_already_is_no_copy(take: Callable[..., torch.Tensor], mode: type) -> None:
+    x = torch.arange(3.0).to("remote:2")
+    with mode(), dr.on(x.place.node, x.place.local_device):
+        for device in ("remote:2", x.device, "remote"):
+            assert take(x, device=device) is x
+        take(x, device=x.device).add_(1)
+        assert x.tolist() == [1.0, 2.0, 3.0]
+        for other in (take(x, device="remote:1"), take(x, device=x.device, dtype=torch.float64)):
+            other.zero_()
+        assert x.tolist() == [1.0, 2.0, 3.0]
+        assert take(x, device="remote:1").device == torch.device("remote:1")
+        with pytest.raises(dr.errors.PlacementError, match='no place has the number of "remote:77"'):
+            take(x, device="remote:77")
+
+
 def test_a_place_is_the_default_device(place: dr.types.Place) -> None:
     torch.set_default_device(place)
     try:

@@ -120,12 +120,14 @@ def to_its_place(op: Operator) -> Kernel:
     """
     formula = partial(op._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
 
-    def run(*args: object, device: torch.device | None = None, **kwargs: object) -> object:
+    def run(
+        self: torch.Tensor, *args: object, device: torch.device | None = None, **kwargs: object
+    ) -> object:
         try:
-            args = tuple([claimed(one) if isinstance(one, torch.device) else one for one in args])
+            args = tuple([claimed(self, one) if isinstance(one, torch.device) else one for one in args])
             if device is not None:
-                kwargs["device"] = claimed(device)
-            return formula(*args, **kwargs)
+                kwargs["device"] = claimed(self, device)
+            return formula(self, *args, **kwargs)
         except BaseException as error:
             drop_frames(error)
             raise

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import NotSupportedError, of_caller
-from ..log.handle import REMOTE_TYPES, Residence
+from ..log.handle import BARE, REMOTE_TYPES, Residence
 from ..log.line import user_line
 from ..session.session import active_session
 from .ask_worker import ask
@@ -95,15 +95,25 @@ def _decompose(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwar
     return func.decompose(*args, **kwargs)
 
 
-def claimed(device: torch.device) -> torch.device:
-    """Return what proxies at a remote device claim in C++, or a device of this process as it is."""
-    return active_session().places.meant(device).lazy if device.type in REMOTE_TYPES else device
+def claimed(source: torch.Tensor, device: torch.device) -> torch.device:
+    """Return what proxies at a remote device claim in C++, or a device of this process as it is.
+
+    What is on a mesh stays there for a bare "remote": see collectives/copies.py.
+    """
+    if device.type not in REMOTE_TYPES:
+        return device
+    places = active_session().places
+    if (device.index is None or device.type == BARE) and source.device.type in REMOTE_TYPES:
+        here = places.meant(source.device)
+        if here.node.members:
+            return here.lazy
+    return places.meant(device).lazy
 
 
 def _to(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    args = [claimed(one) if isinstance(one, torch.device) else one for one in args]
+    args = [claimed(args[0], one) if isinstance(one, torch.device) else one for one in args]
     if isinstance(kwargs.get("device"), torch.device):
-        kwargs = {**kwargs, "device": claimed(kwargs["device"])}
+        kwargs = {**kwargs, "device": claimed(args[0], kwargs["device"])}
     return func.decompose(*args, **kwargs)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config
+from torch._functorch._aot_autograd.schemas import PlainTensorMeta
 from torch.fx import GraphModule, Node
 
 from ..errors import ConfigurationError
@@ -112,6 +113,24 @@ def _writes_arguments() -> bool:
     return found is None or any(one.mutates_data or one.mutates_metadata for one in found.input_info)
 
 
+def _saves() -> slice | None:
+    """Return which results of the forward graph that is compiled now it saves for its backward graph.
+
+    Autograd minds writes to these, and not to those that stand behind them. It is None where AOTAutograd
+    takes some results apart first: tensors of subclasses, and the tokens of operators with effects.
+    """
+    context = torch._guards.TracingContext.try_get()
+    found = None if context is None else context.fw_metadata
+    if found is None or found.tokens or found.num_symints_saved_for_bw is None:
+        return None
+    if any(not isinstance(one, PlainTensorMeta) for one in found.subclass_fw_graph_out_meta):
+        return None
+    # Before torch 2.13 all are minded.
+    name = "tensors_saved_for_backwards_with_vc_check_slice"
+    minded: slice = getattr(found, name, None) or found.tensors_saved_for_backwards_slice
+    return minded
+
+
 def _share_memory(values: Sequence[object]) -> bool:
     """Whether two of these tensors are in one memory."""
     memories = [
@@ -131,7 +150,8 @@ def _compiler(name: str, compile: object) -> Compiled:
         if local is not None:
             _runs_plainly(f"it has a tensor of this process: {local.name}{_line_of(local)}")
             return _boxed(graph.forward)
-        return _with(lifted, Graph(lifted.graph, name, compile))  # type: ignore[arg-type]
+        saves = _saves() if name.startswith("forward") else None
+        return _with(lifted, Graph(lifted.graph, name, compile, saves))  # type: ignore[arg-type]
 
     return compiled
 

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from ..errors import NotSupportedError, drop_frames
 from ..log.current import current_streams
-from ..log.handle import Handle, Residence
+from ..log.handle import Residence
 from ..log.issue import noting
 from ..log.storage import Storage
 from ..log.tape import recorded
@@ -31,6 +31,7 @@ from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, MADE
 from .lines import Lined
+from .saved import Operand, are_watched, as_proxies, bundle, open_slots, slots
 
 # A graph of changing sizes has a plan for each size. More than so many are forgotten.
 _MOST_PLANS = 64
@@ -51,11 +52,16 @@ class Graph:
     `replays` counts the calls that were one instruction for each part.
 
     `why` says why the last call was none of them, and is empty if it was one.
+
+    What it returns from the start of `saves` on, only its backward graph gets. Autograd minds writes to what
+    is in `saves`.
     """
 
-    def __init__(self, graph: GraphModule, name: str, compile: str | None) -> None:
+    def __init__(
+        self, graph: GraphModule, name: str, compile: str | None, saves: slice | None = None
+    ) -> None:
         self._plain, self._lined = graph.forward, Lined(graph)
-        self.name, self._compile = name, compile
+        self.name, self._compile, self._saves = name, compile, saves
         alive[next(_numbers)] = self
         # Before there is a plan, this counts the calls of a kind. At the first one nobody knows yet what its
         # operators return.
@@ -67,12 +73,13 @@ class Graph:
 
     def __call__(self, args: list[object]) -> Results:
         try:
+            open_slots(args)
             # A compiled function inside a program is a part of it.
             if recorded.name:
                 self.why = "it was called amid a recording"
                 # Its guards would look at the functions that stand at the user's lines.
                 with torch._C._DisableAutocast():
-                    found: Results = self._plain(*args)
+                    found: Results = self._plain(*as_proxies(args))
                     return found
             session = active_session()
             if session is not self._session or len(self._plans) > _MOST_PLANS:
@@ -109,12 +116,13 @@ class Graph:
     def _run(self, args: list[object]) -> Results:
         """Run it operator by operator. Its casts are operators of its own."""
         with torch._C._DisableAutocast():
-            found: Results = self._lined.run(args)  # type: ignore[assignment]
+            found: Results = self._lined.run(as_proxies(args))  # type: ignore[assignment]
             return found
 
     def _record(self, args: list[object], kind: Hashable, session: Session) -> Results:
         """Run it operator by operator, and keep what it has issued, if a later call may issue that again."""
         session.drain_checks()
+        args = as_proxies(args)
         # The arguments themselves are let go of while it runs.
         given = _given(args)
         current, handlers = current_streams.get(), Handlers()
@@ -137,7 +145,9 @@ class Graph:
             results = [_result(leaf, recording, given) for leaf in found]
             self.why = recording.unfit or next((r.why for r in results if r.why), "")
             if not self.why and recording.acts:
-                self._plans[kind] = _Plan(recording, found, results, given, self.name, self._compile)
+                self._plans[kind] = _Plan(
+                    recording, found, results, given, self.name, self._compile, self._saves
+                )
                 self.why = "it was recorded: the next call is one instruction"
             recording.settle()
             return found
@@ -188,16 +198,7 @@ def _result(leaf: object, recording: Recording, given: _Given) -> _Result:
     return _Result(None, None, "it returns a tensor that is neither an argument nor its own")
 
 
-class _Operand:
-    """Stands for an argument that is let go of before the call is issued: it has its handle."""
-
-    __slots__ = ("_handle",)
-
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
-
-
-def _holders(operand: _Operand) -> int:
+def _holders(operand: Operand) -> int:
     return getrefcount(operand._handle)
 
 
@@ -206,7 +207,7 @@ class _Counted:
 
 
 # Python's versions differ in what a look at the count adds to it.
-_ALONE = _holders(_Operand(_Counted()))  # type: ignore[arg-type]
+_ALONE = _holders(Operand(_Counted()))  # type: ignore[arg-type]
 
 
 class _Plan:
@@ -220,8 +221,9 @@ class _Plan:
         given: _Given,
         name: str,
         compile: str | None,
+        saves: slice | None,
     ) -> None:
-        self._name, self._results = name, results
+        self._name = name
         made = {
             one.name: leaf._handle
             for one, leaf in zip(results, found)
@@ -229,7 +231,22 @@ class _Plan:
         }
         moves = Moves((given.begins, given.begins), {})
         self.layout = Layout(recording, {}, (), made, {}, given.memories, (), compile, moves, {})
-        self._passed = {int(one.name[1]) for one in results if one.name and one.name[0] == ARGUMENT}
+        # What each call returns anew stands at its number: values, arguments, and what it saves.
+        self._results = [one.plain for one in results]
+        self._new = {k: one.name for k, one in enumerate(results) if one.name and one.name[0] == MADE}
+        self._args = {
+            k: int(one.name[1]) for k, one in enumerate(results) if one.name and one.name[0] == ARGUMENT
+        }
+        self._watched: Sequence[int] = ()
+        self._exposed: Sequence[int] = ()
+        self._saved: dict[int, Name] = {}
+        if saves is not None:
+            self._saved = {k: name for k, name in self._new.items() if k >= saves.start}
+            self._note_exposed(saves, found, given)
+        for k, slot in zip([*self._saved][1:], slots(len(self._saved))):
+            self._results[k] = slot
+        self._returned = {k: name for k, name in self._new.items() if k not in self._saved}
+        self._passed = {*self._args.values()}
         tensors = [k for k, memory in enumerate(given.memories) if memory is not None]
         # The arguments that nobody else has held at any call so far. The backward graph is the last to need
         # what the forward graph has saved, and its worker frees each of them behind its last use.
@@ -237,23 +254,45 @@ class _Plan:
         # So many calls may hold all of them until none is looked at any more. Then it is 0.
         self._looks = _MOST_LOOKS
 
+    def _note_exposed(self, saves: slice, found: Results, given: _Given) -> None:
+        """Note by which arguments and results others can write to what is saved.
+
+        These are one for each memory. What is saved as it came is a tensor, which autograd minds itself.
+        """
+        checked = range(*saves.indices(len(found)))
+        memories = {id(found[k]._handle.storage) for k in checked if k in self._saved}  # type: ignore[attr-defined]
+        self._watched = [
+            k for k, memory in enumerate(given.memories) if memory is not None and id(memory) in memories
+        ]
+        outer = {
+            id(found[k]._handle.storage): k  # type: ignore[attr-defined]
+            for k in self._new
+            if k not in self._saved
+        }
+        self._exposed = [k for memory, k in outer.items() if memory in memories]
+
     def replay(self, args: list[object]) -> Results:
         """Issue it, part by part; return its results. Blocks while a window is full. Empties `args`.
 
         AOTAutograd counts the versions of what a graph writes to.
         """
         passed = {k: args[k] for k in self._passed}
+        watched: list[torch.Tensor] = [args[k] for k in self._watched]  # type: ignore[misc]
         leaves = [*args]
         args.clear()
         made = self.layout.issue(leaves, (), self._name, self._alone(leaves))
-        return [
-            one.plain
-            if one.name is None
-            else passed[int(one.name[1])]
-            if one.name[0] == ARGUMENT
-            else wrap(DistributedTensor, made[one.name])
-            for one in self._results
-        ]
+        out = [*self._results]
+        saved, bundled = self._saved, bool(self._saved) and not are_watched()
+        for k, name in (self._returned if bundled else self._new).items():
+            out[k] = wrap(DistributedTensor, made[name])
+        if bundled:
+            # Nothing could free a graph that owns its own result. What `detach` returns shares its version.
+            watched += [out[k].detach() for k in self._exposed]  # type: ignore[attr-defined]
+            out[next(iter(saved))] = bundle([made[name] for name in saved.values()], watched)
+        for k, number in self._args.items():
+            given = passed[number]
+            out[k] = wrap(DistributedTensor, given._handle) if type(given) is Operand else given
+        return out
 
     def _alone(self, leaves: list[object]) -> Set[int]:
         """Let go of the arguments that may be taken; return those that nobody else holds.
@@ -262,7 +301,8 @@ class _Plan:
         """
         taken = self._taken
         for k in taken:
-            leaves[k] = _Operand(leaves[k]._handle)  # type: ignore[attr-defined]
+            if type(leaves[k]) is not Operand:
+                leaves[k] = Operand(leaves[k]._handle)  # type: ignore[attr-defined]
         alone = {k for k in taken if _holders(leaves[k]) == _ALONE}  # type: ignore[arg-type]
         if alone and (self._looks or len(alone) < len(taken)):
             self.layout.take(alone)
@@ -279,7 +319,7 @@ def _kind(args: Sequence[object], session: Session) -> Hashable:
     found: list[object] = []
     memories: dict[int, int] = {}
     for k, arg in enumerate(args):
-        if isinstance(arg, DistributedTensor):
+        if isinstance(arg, (DistributedTensor, Operand)):
             handle = arg._handle
             found += handle.spec, handle.place, memories.setdefault(id(handle.storage), k)
         else:

@@ -9,6 +9,7 @@ one pass over its arguments, one dictionary hit, one wrapper and one append; eve
 from __future__ import annotations
 
 import sys
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ..log.handle import Handle, next_ref
 from ..log.line import Call, line_from, user_line
 from ..log.log import relieve
 from ..log.storage import Storage
+from ..log.tape import recorded
 from ..session.session import active_session
 from .new_calls import first_of_factory, first_time
 from .proxies import AUTOCAST, HUGE, wrap
@@ -27,6 +29,7 @@ from .special import SPECIAL
 _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
 _inference = torch.is_inference_mode_enabled
+_with_gradients = torch.is_grad_enabled
 _getframe = sys._getframe
 
 
@@ -58,6 +61,22 @@ def _scan(cls: type, value: Any, key: list[Any], words: list[object], place: Any
         key.append(kind)
         key.append(value)
     return place
+
+
+_DETACH = torch.ops.aten.detach.default
+_in_backward = torch._C._current_graph_task_id
+# They are C++'s own, the tuple of arguments, a local of `dispatch`, and the count itself.
+_HOLDERS = 4
+
+
+def _given_away(args: Any) -> bool:
+    """Whether a gradient that becomes `p.grad` goes as soon as its `detach` is there.
+
+    Autograd detaches it where nobody else holds it, and drops it then. So the proxy for `p.grad` takes its
+    handle. A GPT-2 of 12 layers has 148 of these in a step: 0.5 ms of the 2.7 that issuing its backward graph
+    takes (2026-11, two cores).
+    """
+    return getrefcount(args[0]) == _HOLDERS and not (_with_gradients() or recorded.name)
 
 
 class _Mixed:
@@ -129,6 +148,8 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
     if spec is None or (alias is not None and _inference()):
         relieve(place.node)
         return emit(cls, entry, words, args, kwargs, place, user_line())
+    if func is _DETACH and _in_backward() >= 0 and _given_away(args):
+        return wrap(cls, args[0]._handle)
     ref = next_ref()
     words[0] = template
     words.append(ref)

@@ -15,7 +15,8 @@ from torch import nn
 from torch.autograd import graph
 from torch.autograd.gradcheck import GradcheckError
 
-from agree import agrees, tensor
+from agree import REMOTE, agrees, tensor
+from distruntime.session.session import active_session
 
 pytestmark = [  # torch's own forward formulas use it; torch 2.15 warns in another class
     pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning"),
@@ -477,3 +478,57 @@ def test_gradcheck(device: str) -> Any:
             lambda a: torch.view_as_real(torch.view_as_complex(a) ** 2), x, check_forward_ad=True
         ),
     )
+
+
+# A gradient becomes `p.grad` without an instruction
+
+
+def _backward_instructions(w: torch.Tensor) -> int:
+    w.grad = None
+    loss = (w * 2).sum()
+    node = active_session().nodes[0]
+    with node.lock:
+        node.flush()
+        node.enough, before = 1 << 30, len(node.line_table)
+        loss.backward()
+        count = len(node.line_table) - before
+        node.enough = 0
+    return count
+
+
+@pytest.mark.usefixtures("session")
+def test_a_gradient_becomes_grad_without_an_instruction() -> None:
+    w = torch.ones(3, 2, device=REMOTE, requires_grad=True)
+    counts = [_backward_instructions(w) for _ in range(3)]
+    # The first gradient, an expansion and a product; the first call of an operator takes the slow path.
+    assert counts[1:] == [3, 3]
+    assert w.grad is not None
+    # It is a tensor like any other: these change its metadata, and not those of what it was.
+    w.grad.t_().add_(1)
+    assert w.grad.shape == (2, 3) and w.grad.tolist() == [[3.0] * 3] * 2
+
+
+@agrees
+def test_a_gradient_that_a_hook_keeps_stays_as_it_was(device: str) -> Any:
+    w, kept = tensor(device, 3, 2, grad=True), []
+    w.register_hook(kept.append)
+    for _ in range(3):
+        w.grad = None
+        (w * 2).sum().backward()
+        assert w.grad is not None
+        w.grad.t_().mul_(5)
+    return kept, w.grad
+
+
+@agrees
+def test_a_gradient_that_a_result_keeps_stays_as_it_was(device: str) -> Any:
+    w = tensor(device, 3, 2, grad=True)
+    given = tensor(device, 3, 2)
+    for _ in range(3):
+        w.grad = None
+        y = w * 1
+        y.retain_grad()
+        y.backward(given)
+        assert w.grad is not None and y.grad is not None
+        w.grad.mul_(5)
+    return given, y.grad, w.grad

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 
 from ..backend.no_dynamo import is_own
 from ..backend.on_import import when_imported
-from ..log.handle import BARE, REMOTE_TYPES
+from ..log.handle import BARE, REMOTE_TYPES, Place
 from ..operators.proxies import AUTOCAST_KEY
 from ..session.session import active_session
 from ..tensors.tensor import DistributedTensor
@@ -153,6 +153,13 @@ def _take_proxies(module: ModuleType) -> None:
     wrap, infer = builder._wrap, module.infer_subclass_type
 
     def _wrap(self: Any, value: object) -> Any:
+        if type(value) is Place:
+            # A graph would keep the text that it is as it prints. Places of two sessions may be equal, and
+            # have other numbers.
+            number = module.AttrSource(self.source, "number")
+            self.install_guards(module.GuardBuilder.TYPE_MATCH)
+            module.install_guard(number.make_guard(module.GuardBuilder.EQUALS_MATCH))
+            return module.ConstantVariable.create(value.device)
         if type(value) is DistributedTensor and is_own(self.tx.output.compiler_fn):
             return self.wrap_tensor(value)
         return wrap(self, value)

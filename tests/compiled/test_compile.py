@@ -175,6 +175,10 @@ def _checkpointed(make: Compiler) -> object:
     return x.grad, layer.weight.grad
 
 
+def _to_places(x: torch.Tensor, one: dr.types.Place, other: dr.types.Place) -> torch.Tensor:
+    return (x.to(one) * 2).to(other) + torch.ones(4, device=other)
+
+
 def _drawn(make: Compiler) -> object:
     torch.manual_seed(5)
     step = make(lambda x: F.dropout(x + torch.rand_like(x) + torch.rand(3, 4, device=x.device), 0.5))
@@ -295,6 +299,12 @@ CASES: dict[str, Callable[[Compiler], object]] = {
     "its class": lambda make: _often(
         make(lambda x: x * (2 if isinstance(x, dr.DistributedTensor) else 3)), x_at()
     ),
+    "a place": lambda make: _often(make(_to_places), x_at(), dr.place(1, "cpu"), dr.place(0, "cpu")),
+    "another place": lambda make: [
+        _often(step, x_at(), dr.place(0, "cpu"), dr.place(k, "cpu")).device
+        for step in [make(_to_places)]
+        for k in (0, 1, 0)
+    ],
     "its place": lambda make: _often(make(lambda x: x * (x.place.node + 2)), x_at(1)),
     "fullgraph": lambda make: _often(make(lambda x: x.sin().cos(), fullgraph=True), x_at()),
     "nothing remote goes in": lambda make: _often(make(lambda n: torch.arange(n, device=REMOTE) * 2), 5),

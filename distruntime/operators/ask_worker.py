@@ -38,9 +38,10 @@ from .propagate import (
     Same,
     aliases,
     tensors_of,
+    writes_lists,
 )
 from .proxies import reshape_wrapper, wrap
-from .signatures import Call, entry_for, results_pattern, template
+from .signatures import Call, count_writes, entry_for, results_pattern, template
 
 PENDING = Spec()
 PENDING.size, PENDING.stride, PENDING.offset, PENDING.dtype, PENDING.bits = (
@@ -137,6 +138,8 @@ def _asked_of_one(call: Call) -> tuple[Any, Outcome | None]:
     described = await_specs(
         request, [listed or isinstance(r.type, torch.TensorType) for r in returns], node, func
     )
+    if writes_lists(func):
+        count_writes([operands[k] for k in written])
     out: list[Any] = []
     results: list[Result] = []
     own: list[Handle] = []

@@ -23,7 +23,7 @@ from .common_place import common_place, elsewhere, send_along
 from .defined import call_defined
 from .explicit import WORKERS_DEFAULT, depends, promoted, to_promote, with_dtype
 from .member_views import names_member
-from .propagate import NeedsWorker, New, Outcome, Result, aliases, propagate, tensors_of
+from .propagate import NeedsWorker, New, Outcome, Result, aliases, propagate, tensors_of, writes_lists
 from .signatures import Call, emit, entry_for, results_pattern, template
 
 _MOST_SIGNATURES = 1 << 16
@@ -139,7 +139,8 @@ def call(
     except NeedsWorker:
         # Fused optimizers return nothing, so there is nothing to predict.
         if not func._schema.returns:
-            return _issue_new(made, Outcome([], False, aliases(func, args, kwargs)[1], ()))
+            written = aliases(func, args, kwargs)[1]
+            return _issue_new(made, Outcome([], False, written, (), listed=writes_lists(func)))
         return ask(made)
     # Another thread has changed the default dtype meanwhile.
     if place.tables is not tables:
@@ -226,13 +227,7 @@ def _corrector(
             return
         number, _, _, outcome, _ = entry
         position = iter(range(1 << 30))
-        mended = Outcome(
-            [_mend(r, result, fields, position) for r in outcome.results],
-            outcome.single,
-            outcome.written,
-            outcome.reshaped,
-            outcome.rebased,
-        )
+        mended = replace(outcome, results=[_mend(r, result, fields, position) for r in outcome.results])
         unproven[signature] = entry_for(func, _Placeholder, shape, number, mended)
 
     return correct

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -63,7 +64,7 @@ class Outcome:
     `results` has one entry per result of the operator; `single` says that the operator returns it bare.
     `written` are the numbers of the tensor operands whose memory changes, `reshaped` those whose own metadata
     changes, with the new one, and `rebased` a pair of operands of which the first takes over the storage of
-    the second (`set_`).
+    the second (`set_`). `listed` says that `written` are members of lists: see `writes_lists`.
     """
 
     results: list[Result]
@@ -71,6 +72,19 @@ class Outcome:
     written: tuple[int, ...]
     reshaped: tuple[tuple[int, Spec], ...]
     rebased: tuple[int, int] | None = None
+    listed: bool = False
+
+
+@cache
+def writes_lists(func: Operator) -> bool:
+    """Whether an operator writes to members of lists. Autograd does not count these, but torch's kernels do.
+
+    Those of fused optimizers and of gradient scaling do not.
+    """
+    return not func._schema.name.startswith(("aten::_fused", "aten::_amp_foreach")) and any(
+        a.alias_info is not None and a.alias_info.is_write and str(a.type) == "List[Tensor]"
+        for a in func._schema.arguments
+    )
 
 
 # These meta kernels promise what the CPU kernel does not keep (found over op_db, torch 2.13). So the first
@@ -283,7 +297,7 @@ def outcome(
     # Whoever reads the first from now on looks at the second's storage, and must come after this.
     if rebased is not None:
         written = (*written, rebased[1])
-    return Outcome(results, single, written, reshaped, rebased)
+    return Outcome(results, single, written, reshaped, rebased, writes_lists(func))
 
 
 def _result(

@@ -171,13 +171,18 @@ def emit(
         if issued or words is place.node.struck or words is place.node.latest:
             _change(operands, outcome)
             # Autograd does this behind an operator that returns.
-            for k in outcome.written:
-                if not operands[k].is_inference():
-                    torch.autograd.graph.increment_version(operands[k])
+            count_writes([operands[k] for k in outcome.written])
         raise
+    if outcome.listed:
+        count_writes([operands[k] for k in outcome.written])
     if outcome.single:
         return built[0]
     return tuple(built) if built else None
+
+
+def count_writes(tensors: Sequence[Any]) -> None:
+    """Count a write to each of these tensors, as autograd does."""
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
 # A tensor, its version, and the position of what has written its memory last.

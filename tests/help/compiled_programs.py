@@ -204,11 +204,11 @@ class Box(torch.nn.Module):
 REFUSED = ("refused",)
 
 
-def _write(value: torch.Tensor) -> None:
+def _write(value: torch.Tensor, listed: bool) -> None:
     """Write to all of a tensor's elements, unless two of them are one."""
     if 0 not in value.stride():
         with torch.no_grad():
-            value.mul_(3)
+            _ = torch._foreach_mul_([value], 3.0) if listed else value.mul_(3)
 
 
 def _backward(loss: torch.Tensor) -> bool:
@@ -262,7 +262,7 @@ def run(seed: int, compiler: Callable[[Any], Any], calls: int = 16) -> list[Any]
                 assert isinstance(loss, torch.Tensor)
                 backward, written = choose.random() < 0.8, choose.randrange(12)
                 if written < 6 and loss.requires_grad:
-                    _write((box.w, box.b, x, *values)[written])
+                    _write((box.w, box.b, x, *values)[written], choose.random() < 0.5)
                 refused = False
                 if loss.requires_grad and backward:
                     refused = not _backward(loss)

@@ -7,6 +7,7 @@ Each case runs on "cpu" and on a worker and must give equal results (see `agree.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,6 +41,46 @@ def test_versions_count_writes(device: str) -> Any:
         write()
         seen.append(x._version)
     return x, seen, view._version, detached._version
+
+
+LISTS: dict[str, Callable[[list[torch.Tensor]], object]] = {
+    "a number": lambda x: torch._foreach_add_(x, 2.0),
+    "a list": lambda x: torch._foreach_mul_(x, [t.detach() + 1 for t in x]),
+    "one operand": lambda x: torch._foreach_neg_(x),
+    "zeros": lambda x: torch._foreach_zero_(x),
+    "a copy": lambda x: torch._foreach_copy_(x, [t.detach() + 1 for t in x]),
+    "out": lambda x: torch.split_with_sizes_copy(torch.ones(8, device=x[0].device), [4, 4], out=x),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+@agrees
+def test_versions_count_writes_to_members_of_lists(device: str, name: str) -> Any:
+    seen = []
+    # The first call of an operator takes another way than the later ones.
+    for _ in range(3):
+        x = [tensor(device, 4), tensor(device, 4)]
+        loss = (x[0] * torch.ones(4, device=device, requires_grad=True)).sum()
+        LISTS[name](x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        seen += [t._version for t in x]
+    return seen, x
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@agrees
+def test_a_step_between_the_passes_is_caught(device: str, kind: Any) -> Any:
+    layer = nn.Linear(3, 3).to(device)
+    optimizer = kind(layer.parameters(), lr=0.1, foreach=True)
+    for _ in range(2):
+        x = tensor(device, 2, 3, grad=True)
+        loss = layer(x).square().sum()
+        layer(x.detach()).sum().backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    return loss
 
 
 @agrees

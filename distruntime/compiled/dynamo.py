@@ -44,6 +44,7 @@ def install_dynamo() -> None:
     when_imported("torch._higher_order_ops.effects", _run_with_effects)
     when_imported("torch._higher_order_ops.auto_functionalize", _run_functionalized)
     when_imported("torch._dynamo.variables.optimizer", _count_on_workers)
+    when_imported("torch._dynamo.compiled_autograd", _refuse_slots)
     when_imported("torch.utils.checkpoint", _name_module)
     _take_inductor(torch._TorchCompileInductorWrapper)
     _take_named(torch._TorchCompileWrapper)
@@ -199,6 +200,17 @@ def _run_functionalized(module: ModuleType) -> None:
     """Have a graph's operators of users that write to arguments run on proxies."""
     module.auto_functionalized.py_impl(DistributedTensor)(module.auto_functionalized_dense)
     module.auto_functionalized_v2.py_impl(DistributedTensor)(module.auto_functionalized_v2_dense)
+
+
+def _refuse_slots(module: ModuleType) -> None:
+    """Have compiled autograd refuse saved tensors without elements. It would fail at the first operator."""
+    own = module.AutogradCompilerInstance.begin_capture
+
+    def begin_capture(self: Any, inputs: Sequence[object], *args: Any) -> Any:
+        importlib.import_module(".saved", __package__).require_seen(inputs)
+        return own(self, inputs, *args)
+
+    module.AutogradCompilerInstance.begin_capture = begin_capture
 
 
 def _count_on_workers(module: ModuleType) -> None:

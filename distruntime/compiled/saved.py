@@ -6,7 +6,8 @@ which one it stands. The first is a `Bundle`, and holds the handles of all. GPT-
 tensors, and making their proxies took 0.6 of the 2.0 ms that issuing its forward pass took (2026-11, two
 cores).
 
-The user's hooks on saved tensors would see the slots. Where there are any, the graph returns proxies.
+Hooks on saved tensors would see the slots, and so would compiled autograd. Where there are any, the graph
+returns proxies.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..errors import NotSupportedError
 from ..log.handle import Handle
 from ..operators.proxies import wrap
 from ..tensors.tensor import DistributedTensor
@@ -69,8 +71,22 @@ def bundle(handles: Sequence[Handle], watched: Sequence[torch.Tensor]) -> torch.
 
 
 def are_watched() -> bool:
-    """Whether hooks of the user's want to see what is saved: `save_on_cpu`, activation checkpoints."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    """Whether somebody wants to see what is saved: hooks, as those of activation checkpoints, or a tracer.
+
+    Compiled autograd traces backward graphs with what was saved.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None or bool(torch._dynamo.config.compiled_autograd)
+
+
+def require_seen(saved: Sequence[object]) -> None:
+    """Refuse what compiled autograd is to trace, if a forward graph did not know that it would be traced."""
+    if any(isinstance(one, Slot) for one in saved):
+        raise NotSupportedError(
+            "compiled autograd was entered behind a compiled forward pass, whose saved tensors are one "
+            "object in this process. Set torch._dynamo.config.compiled_autograd = True before the forward "
+            "pass"
+        )
 
 
 def open_slots(args: list[object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -189,3 +190,29 @@ def test_a_graph_that_is_recorded_amid_replays_opens_what_was_saved() -> None:
     with dr.stream(dr.Stream()):
         loss.backward()
     assert [x.grad.tolist(), w.grad.tolist()] == expected  # type: ignore[union-attr]
+
+
+@torch._dynamo.config.patch(compiled_autograd=True)
+def test_compiled_autograd_sees_tensors() -> None:
+    expected = _gradients(_deep)
+
+    @torch.compile(backend="distruntime")
+    def step(x: torch.Tensor, w: torch.Tensor) -> None:
+        _deep(x, w).backward()
+
+    for _ in range(CALLS):
+        x, w = _inputs(REMOTE)
+        step(x, w)
+        assert [x.grad.tolist(), w.grad.tolist()] == expected  # type: ignore[union-attr]
+
+
+def test_compiled_autograd_behind_the_forward_pass_is_told_what_to_set() -> None:
+    step = torch.compile(_deep, backend="distruntime")
+    for _ in range(CALLS):
+        _gradients(step)
+    loss = step(*_inputs(REMOTE))
+    entered = importlib.import_module("torch._dynamo.compiled_autograd")._enable(
+        torch.compile(backend="eager")
+    )
+    with entered, pytest.raises(dr.errors.NotSupportedError, match="compiled_autograd = True before"):
+        loss.backward()

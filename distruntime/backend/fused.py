@@ -34,5 +34,5 @@ KERNELS: dict[Operator, Kernel] = {
 # Where they do nothing else, they must cost nothing else: `install` puts them in as they are.
 QUICK: dict[Operator, Kernel] = {
     **{op: without_gradients(op) for op in (_aten.linear.default, _aten.matmul.default, EINSUM)},
-    **{op: to_its_place(op) for op in (_aten.to.device, _aten.to.dtype_layout)},
+    _aten.to.device: to_its_place(_aten.to.device),
 }

@@ -182,7 +182,10 @@ def emit(
 
 def count_writes(tensors: Sequence[Any]) -> None:
     """Count a write to each of these tensors, as autograd does."""
-    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+    # Outside of inference mode nobody may write to its tensors.
+    if torch.is_inference_mode_enabled():
+        tensors = [t for t in tensors if not t.is_inference()]
+    torch._C._increment_version(tensors)
 
 
 # A tensor, its version, and the position of what has written its memory last.

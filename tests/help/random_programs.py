@@ -707,7 +707,7 @@ class Copying(Base):
         a, to = self.any(), self.place()
         self.say(a)
         with self.where(self.random.choice((a.place, to))):
-            take = self.random.choice((type(a.remote).to, torch.Tensor.to, torch.as_tensor, torch.asarray))
+            take = self.random.choice((type(a.remote).to, torch.as_tensor, torch.asarray))
             remote = take(a.remote, device=self.random.choice([to, to.device]))
         # To the same device there is no copy, as in torch itself.
         shared = to == a.place

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ import distruntime as dr
 import small_disks
 from distruntime.wire.keys import KeyPair
 from distruntime_worker import nursery as worker_nursery
-from processes import PATH, Child, ListeningWorker, until
+from processes import PATH, Child, ListeningWorker, free_port, until
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="limits of other processes are set on Linux only"),
@@ -250,6 +251,33 @@ def test_a_worker_without_descriptors_goes_on(tmp_path: Path) -> None:
         check(child, "none upload", "fine: 3000000.0")
         for what in ("works", "again group", "again save", "again push", "again spmd", "again works"):
             check(child, what if what.startswith("again") else f"none {what}", "fine")
+
+
+def test_a_daemon_without_descriptors_refuses_a_group_and_keeps_its_sessions(
+    own_state: None, tmp_path: Path
+) -> None:
+    KeyPair.generate().save(tmp_path / "key")
+    with ExitStack() as stack:
+        daemons = []
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+            # It listens at all addresses, so it looks at which of them its master has reached it.
+            words = ("--listen", f"tcp://0.0.0.0:{free_port()}", "--key", str(tmp_path / "key"))
+            daemons.append(ListeningWorker(tmp_path / name, *words, "--threads", "1"))
+            stack.callback(daemons[-1].process.wait)
+            stack.callback(daemons[-1].process.kill)
+        where = [daemon.address.replace("0.0.0.0", "127.0.0.1") for daemon in daemons]
+        dr.init_master_worker(workers=where, key=tmp_path / "key", quiet=True)
+        kept, pid = torch.ones(3, device=dr.place(0, "cpu")), daemons[0].process.pid
+        dr.distributed.new_group([0, 1]).close()
+        before = limited(pid, resource.RLIMIT_NOFILE, open_files(pid))
+        with pytest.raises(dr.errors.ConfigurationError, match=r"node 0 .*descriptors? left of \d+"):
+            dr.distributed.new_group([0, 1])
+        assert works() and works(1)
+        limited(pid, resource.RLIMIT_NOFILE, before)
+        dr.distributed.all_reduce([kept, kept.to(dr.place(1, "cpu"))])
+        assert kept.sum().item() == 6.0
+        dr.shutdown()
 
 
 def master_without_descriptors() -> None:

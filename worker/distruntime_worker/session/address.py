@@ -7,6 +7,7 @@ import os
 import socket
 
 from distruntime.errors import ConfigurationError
+from distruntime.wire import descriptors
 from distruntime.wire.address import host_of
 
 from ..collectives.listening import tcp_sockets
@@ -36,7 +37,11 @@ def data_host(config: WorkerConfig, proposed: str) -> str:
 
 
 def _reached() -> str:
-    """Return the address of this machine to which others have connected; nothing where that is not one."""
+    """Return the address of this machine to which others have connected; nothing where that is not one.
+
+    Raise `ConfigurationError` where no descriptor is left to look with: another address would be told then.
+    """
+    descriptors.require("a look at where its master has reached it", 2)
     sockets = tcp_sockets()
     if sockets is None:
         return ""

@@ -402,8 +402,9 @@ class Daemon:
                     raise ProtocolError(f"a master does not send {type(message).__name__}")
         except ProtocolError as error:
             self._broke(session, str(error))
-        except ConfigurationError as error:
-            # There is no room for a thread or a socket that the answer needs. It costs that answer alone.
+        except (ConfigurationError, OSError) as error:
+            # There is no room for a thread, a socket or a file that the answer needs. It costs that answer
+            # alone.
             request = getattr(message, "request", None)
             if session is None or not isinstance(request, int):
                 self._broke(session, str(error))

@@ -7,11 +7,12 @@ import os
 import pdb
 import resource
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import nn
 
 import distruntime as dr
 from distruntime_worker.python.children import readable
+from distruntime_worker.python.handing import Outgoing, receive
 from distruntime_worker.python.outcomes import Outcomes
 from processes import free_port, until
 
@@ -325,6 +327,44 @@ def test_a_worker_may_have_more_files_than_select_takes() -> None:
         os.close(reads)
         os.close(writes)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Leave this process none."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/dev/fd"))) + 1, before[1]))
+    held: list[int] = []
+    try:
+        with suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for descriptor in held:
+            os.close(descriptor)
+
+
+def test_descriptors_that_are_out_are_named_where_tensors_go_to_a_rank() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        out = Outgoing()
+        out.send(one, out.tensor(torch.ones(3)))
+        incoming = receive(other)
+        assert incoming is not None
+        out.send(one, "again")
+        new = Outgoing()
+        new.tensor(torch.ones(3))
+        acts: list[Callable[[], object]] = [lambda: incoming.tensor(incoming.message)]
+        acts += [lambda: receive(other), lambda: new.send(one, "not there")]
+        wanted = r"dr\.spmd: .* no file descriptor left of"
+        with no_descriptors():
+            for act in acts:
+                with pytest.raises(dr.errors.ConfigurationError, match=wanted):
+                    act()
+        assert incoming.tensor(incoming.message).tolist() == [1.0, 1.0, 1.0]
+        incoming.close()
 
 
 def test_a_store_that_is_not_reached_is_given_up_in_time() -> None:

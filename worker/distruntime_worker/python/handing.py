@@ -10,10 +10,13 @@ import array
 import errno
 import os
 import pickle
+import re
 import shutil
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -22,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from distruntime.errors import ConfigurationError, ProtocolError
 from distruntime.wire.codec import Opened, opened
+from distruntime.wire.descriptors import used_up
 
 from ..values.objects import spec_fields
 
@@ -83,11 +87,15 @@ class Outgoing:
 def _shared(storage: torch.UntypedStorage) -> int:
     """Move a memory into shared memory; return its descriptor."""
     try:
-        descriptor: int = storage._share_fd_cpu_()[0]
+        with _naming_descriptors():
+            descriptor: int = storage._share_fd_cpu_()[0]
     except RuntimeError as error:
         # torch says the number, and not which disk is full.
         if f"({errno.ENOSPC})" not in str(error):
             raise
+        # torch leaves its file there, which takes the room that there is.
+        for name in re.findall(r"file </(torch_\w+)>", str(error)):
+            Path(_SHARED, name).unlink(missing_ok=True)
         room = shutil.disk_usage(_SHARED)
         raise ConfigurationError(
             f"{_SHARED} of this worker is full: {storage.nbytes():,} bytes go through it to a process of "
@@ -95,6 +103,24 @@ def _shared(storage: torch.UntypedStorage) -> int:
             f"remount,size=8g {_SHARED}`, in a container `--shm-size=8g`), or remove what is left in it"
         ) from error
     return descriptor
+
+
+@contextmanager
+def _naming_descriptors() -> Iterator[None]:
+    """Let an error of torch's that there is no descriptor left say so, and of how many."""
+    try:
+        yield
+    except RuntimeError as error:
+        # torch says the number of one, and not that of the other.
+        if f"({errno.EMFILE})" not in str(error) and "could not duplicate" not in str(error):
+            raise
+        raise _no_descriptor() from error
+
+
+def _no_descriptor() -> ConfigurationError:
+    return ConfigurationError(
+        f"a tensor on its way between a worker and a process of dr.spmd: {used_up(OSError(errno.EMFILE, ''))}"
+    )
 
 
 class Incoming:
@@ -114,13 +140,14 @@ class Incoming:
         sizes, strides, offset, dtype, conjugate, negative = shown.spec
         storage = self._storages.get(shown.number)
         if storage is None:
-            storage = (
-                torch.UntypedStorage(0)
-                if shown.number < 0
-                else torch.UntypedStorage._new_shared_fd_cpu(  # type: ignore[attr-defined]
-                    self._fds[shown.number], shown.nbytes
+            with _naming_descriptors():
+                storage = (
+                    torch.UntypedStorage(0)
+                    if shown.number < 0
+                    else torch.UntypedStorage._new_shared_fd_cpu(  # type: ignore[attr-defined]
+                        self._fds[shown.number], shown.nbytes
+                    )
                 )
-            )
             self._storages[shown.number] = storage
         made = torch.empty(0, dtype=dtype).set_(storage, offset, sizes, strides)  # type: ignore[call-overload]
         made = torch.conj(made) if conjugate else made
@@ -133,15 +160,23 @@ class Incoming:
 
 
 def receive(link: socket.socket) -> Incoming | None:
-    """Return the next message, or None where the other side has gone. Block until it is there."""
+    """Return the next message, or None where the other side has gone. Block until it is there.
+
+    Raise `ConfigurationError` where no descriptor is left for what comes with it. The socket is of no use
+    then.
+    """
     head = _exactly(link, _HEAD.size)
     if head is None:
         return None
     length, count = _HEAD.unpack(head)
     fds: list[int] = []
     while len(fds) < count:
-        mark, found, _, _ = socket.recv_fds(link, 1, _MOST_FDS)
+        mark, found, flags, _ = socket.recv_fds(link, 1, _MOST_FDS)
         fds += found
+        if mark and flags & socket.MSG_CTRUNC:
+            for descriptor in fds:
+                os.close(descriptor)
+            raise _no_descriptor()
         if not mark or not found:
             return None
     data = _exactly(link, length)

@@ -110,6 +110,37 @@ def test_a_child_that_outlives_its_rank_does_not_hide_the_end(
     assert works(mesh)
 
 
+def test_what_a_rank_wrote_last_is_in_the_error_of_its_end(mesh: dr.mesh.DeviceMesh) -> None:
+    def gives_up() -> None:
+        if dist.get_rank() == 1:
+            print("no licence for the simulator", flush=True)
+            os._exit(3)
+        dist.barrier()
+
+    wanted = r"rank 1 on node 1 exited with code 3 in .*gives_up. It wrote last: no licence for the simulator"
+    with pytest.raises(RuntimeError, match=wanted):
+        dr.fetch(dr.spmd(mesh, gives_up, returns=object)())
+    assert works(mesh)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends a process with the one that has forked it")
+def test_ranks_that_went_with_their_nursery_say_so(mesh: dr.mesh.DeviceMesh) -> None:
+    assert works(mesh)
+
+    @dr.spmd(mesh, returns=object)
+    def kills_its_nursery() -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getppid(), signal.SIGKILL)
+        signal.pause()
+
+    gone = (
+        r"rank 1 on node 1 went with the process that had forked it \(pid \d+\), which was ended by SIGKILL"
+    )
+    with pytest.raises(RuntimeError, match=gone):
+        dr.fetch(kills_its_nursery())
+    assert works(mesh)
+
+
 def test_one_that_never_returns_has_a_timeout(mesh: dr.mesh.DeviceMesh) -> None:
     @dr.spmd(mesh, returns=object, timeout=1.0)
     def hangs() -> None:

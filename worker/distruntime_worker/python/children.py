@@ -68,6 +68,8 @@ class Child:
         self.code: int | None = None
         # What it has written and nobody has shown: a line whose end has not come.
         self.said = b""
+        # This is the last line that was shown, which may say why it has ended.
+        self.last = ""
 
     def close(self) -> None:
         """Let go of the socket and of the pipe."""
@@ -160,14 +162,18 @@ class Nursery:
 
     def end_of(self, child: Child) -> str:
         """Return how a child has ended that has closed its socket. Block until that is known, or for long."""
-        until = time.monotonic() + _EXIT
-        while child.code is None and self.look(_LOOK) and time.monotonic() < until:
-            pass
-        if child.code is None:
+        until, runs = time.monotonic() + _EXIT, True
+        while child.code is None and runs and time.monotonic() < until:
+            runs = self.look(_LOOK)
+        if child.code is not None:
+            return _how(child.code)
+        if runs:
             return "closed its socket"
-        if child.code < 0:
-            return f"was ended by {signal.Signals(-child.code).name}"
-        return f"exited with code {child.code}"
+        # Nobody has told how the child ended: it goes with its nursery.
+        with suppress(subprocess.TimeoutExpired):
+            own = _how(self.process.wait(_EXIT))
+            return f"went with the process that had forked it (pid {self.process.pid}), which {own},"
+        return "closed its socket, as did the process that had forked it,"
 
     def close(self) -> None:
         """End the nursery. Its children end with it."""
@@ -179,6 +185,11 @@ def end_with_nursery() -> None:
     """Let this process end with the nursery: its main thread has forked it, and ends with the worker."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+
+
+def _how(code: int) -> str:
+    """Return the words for a process that ended with this code."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 _guard = Lock()

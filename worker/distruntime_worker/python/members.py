@@ -333,7 +333,10 @@ class Members:
         self._print(lane)
         if incoming is None:
             assert self._nursery is not None
-            raise RuntimeError(f"{member} {self._nursery.end_of(child)} in {name}")
+            ended = self._nursery.end_of(child)
+            self._print(lane)
+            wrote = f". It wrote last: {child.last:.500}" if child.last else ""
+            raise RuntimeError(f"{member} {ended} in {name}{wrote}")
         match incoming.message:
             case Done(result, grouped):
                 self._ungrouped = self._ungrouped or not grouped
@@ -379,6 +382,7 @@ class Members:
         end = len(child.said) if all_of_it or len(child.said) > _PIPE else child.said.rfind(b"\n") + 1
         said, child.said = child.said[:end], child.said[end:]
         for line in said.decode(errors="replace").splitlines():
+            child.last = line
             print(f"[rank {self._ranks[lane]}] {line}", flush=True)
 
     def _await_cancel(self, outcome: BaseException, check: Check) -> None:

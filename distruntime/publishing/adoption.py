@@ -79,6 +79,7 @@ def _newest(
     """Return the newest version that is whole, and its nodes; raise for one that nobody has, or has whole."""
     by_identity = {one.identity: node for node, one in stored.items()}
     missing: list[DaemonRecord] = []
+    parts: set[str] = set()
     for version in sorted({v for one in stored.values() for v in one.envelopes}, reverse=True):
         envelopes = [one.envelopes[version] for one in stored.values() if version in one.envelopes]
         opened = open_envelope(envelopes[0], owner, own_name, version, name)
@@ -91,11 +92,13 @@ def _newest(
         whole = [node for node in nodes if node is not None and version in stored[node].envelopes]
         if len(whole) == len(nodes):
             return opened, whole
-        missing = missing or [
-            daemon
-            for daemon, node in zip(opened.daemons, nodes)
-            if node is None or version not in stored[node].envelopes
-        ]
+        if not missing:
+            parts = {daemon.identity for daemon in opened.daemons}
+            missing = [
+                daemon
+                for daemon, node in zip(opened.daemons, nodes)
+                if node is None or version not in stored[node].envelopes
+            ]
     for node in homes:
         node.require_alive()
     if missing and all(daemon.identity in by_identity for daemon in missing):
@@ -107,9 +110,23 @@ def _newest(
         raise UsageError(
             f"some of {name!r} is on node {daemon.node} of the session that has published it "
             f"({daemon.host}, process {daemon.pid}), which is not among this session's nodes: connect to "
-            "that worker too"
+            f"that worker too{_in_its_place(session, daemon, parts, stored)}"
         )
     raise unknown(session, name, session.nodes)
+
+
+def _in_its_place(
+    session: Session, daemon: DaemonRecord, parts: set[str], stored: dict[Node, StoredVersions]
+) -> str:
+    """Return what is said of a node on a missing daemon's host that has no part of the publication."""
+    for node in session.nodes:
+        host, process = process_of(node)
+        if host == daemon.host and (node not in stored or stored[node].identity not in parts):
+            return (
+                f". Node {node.index} here is process {process} of that host: if it has taken the other's "
+                "place, its part is lost until it is published again"
+            )
+    return ""
 
 
 class _Adoption:

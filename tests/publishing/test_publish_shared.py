@@ -86,6 +86,23 @@ def test_a_reader_computes_with_it(daemon: Keeping) -> None:
         assert (x * 2).sum().item() == 132.0
 
 
+def test_a_part_on_a_worker_that_is_not_connected_is_named_and_what_may_be_in_its_place(
+    tmp_path: Path, fresh_session: Callable[..., Any]
+) -> None:
+    with keeping(tmp_path, 3) as (one, two, other):
+        enter(fresh_session, [one, two], "alice")
+        dr.publish("pair", [torch.ones(1, device=dr.place(node)) for node in (0, 1)], shared=True)
+        missing = r"some of 'alice/pair' is on node 1 .*connect to that worker too"
+        enter(fresh_session, [one], "bob")
+        with pytest.raises(dr.errors.UsageError, match=f"{missing}$"):
+            dr.lookup("alice/pair")
+        enter(fresh_session, [one, other], "carol")
+        with pytest.raises(
+            dr.errors.UsageError, match=rf"{missing}\. Node 1 here is process \d+ of that host"
+        ):
+            dr.lookup("alice/pair")
+
+
 WRITES: dict[str, Callable[[Any], object]] = {
     "in place": lambda x: x.add_(1),
     "by an operator": lambda x: x.__imul__(2),

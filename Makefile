@@ -128,6 +128,7 @@ test-machines: .venv/.tests
 	$(KEPT) $(BIN)/python tests/machines/run.py $(ARGS)
 
 # ARGS="drop-30 ipv6" runs some of the scenarios, ARGS=--list prints them, ARGS=--long runs what takes minutes too.
+# ARGS="--chaos 1000" runs random programs through so many faults, some 5 s each, ARGS="--soak 120" for so many minutes.
 cluster: .venv/.tests
 	$(KEPT) PYTHONPATH=.:worker:tests/help $(BIN)/python tests/box/run.py $(ARGS)
 

@@ -116,6 +116,7 @@ PIECES = (
         "two-interfaces two-interfaces-dial own-names names-differ dead-dns",
         "ipv6 ipv6-names ipv6-dial one-port two-ports two-ports-spmd three",
     )),
+    Piece("cluster-chaos", "make cluster ARGS='{lot}'", ("--chaos 80", "--soak 8")),
     Piece("recorded", "OMP_NUM_THREADS=1 python tests/long/recorded.py --programs 20 --calls 25"),
     Piece("compiled", "OMP_NUM_THREADS=1 python tests/long/compiled.py --functions 40"),
     Piece("machines", "make test-machines ARGS='{lot}'", (

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ _WHY = hosts.unavailable()
 needs_hosts = pytest.mark.skipif(bool(_WHY), reason=_WHY)
 
 with modules_of(BOX) as module:
-    lane, scenarios = module("run"), module("scenarios")
+    lane, scenarios, chaos = module("run"), module("scenarios"), module("chaos")
 BY_NAME = {scenario.name: scenario for scenario in lane.SCENARIOS}
 
 
@@ -61,6 +63,62 @@ def test_a_scenario_is_green_only_as_it_must_come(said: dict[str, Any], outcome:
     assert lane.verdict(scenario, said, "a", 1.0) == wrong
 
 
+class Heard:
+    """What a lane of chaos knows of its masters."""
+
+    def __init__(self) -> None:
+        self.lines, self.began = {}, {"one": 1000.0}
+
+
+@pytest.mark.parametrize(
+    ("odd", "fault", "over", "right"),
+    [
+        ("", "kill", 1001.0, True),
+        ("raised NodeFailed: node 1 (gpu2) exited: killed", "kill", 1001.0, True),
+        ("raised NodeFailed: node 1 (gpu2) exited: killed", "kill", 1000.0 - chaos.LATER, False),
+        ("raised NodeFailed: node 2 (gpu3) exited: killed", "kill", 1001.0, False),
+        ("raised NodeFailed: node 1 (gpu2) is unreachable", "down", 1001.0, False),
+        ("raised OSError: [Errno 28] No space left on device", "full_disk", 1001.0, True),
+        ("raised OSError: [Errno 28] No space left on device", "descriptors", 1001.0, False),
+        ("the end of v3 reads [1], expected [2]", "kill", 1001.0, False),
+    ],
+)
+def test_a_piece_of_work_fails_with_the_true_cause_or_is_wrong(
+    odd: str, fault: str, over: float, right: bool
+) -> None:
+    found = chaos.Chaos(None, Heard(), 1)
+    found.over.append((chaos.Fault(fault, "gpu2", "gpu1", 1.0, 0.5, 0.5), over))
+    found.judge("one", {"done": "operations", "seed": 1, "odd": odd})
+    assert not found.wrong == right
+
+
+def test_faults_follow_from_the_seed_and_each_kind_has_its_part() -> None:
+    size = sum(chaos.DECK.values())
+    drawn = [fault for fault, _ in zip(chaos.faults_of(1), range(2 * size))]
+    assert drawn == [fault for fault, _ in zip(chaos.faults_of(1), range(2 * size))]
+    assert Counter(fault.kind for fault in drawn[:size]) == chaos.DECK and drawn[:size] != drawn[size:]
+    assert set(chaos.CAUSES) < set(chaos.DECK)
+    assert all(hasattr(chaos.Chaos, kind) for kind in chaos.DECK)
+
+
+def test_what_rises_beyond_its_noise_is_not_flat() -> None:
+    noise = random.Random(1)
+    samples = [
+        {
+            "seconds": 10.0 * k,
+            "gpu1 7, MiB": 200 + 0.05 * k + noise.gauss(0, 0.5),
+            "gpu1 7, descriptors": 40.0 + k % 3,
+            "one, microseconds": 15 + noise.gauss(0, 1),
+            # It has ended.
+            **({"gpu1 8, MiB": 1000.0 + k} if k < 200 else {}),
+        }
+        for k in range(300)
+    ]
+    (wrong,) = chaos.flat(samples)
+    assert wrong.startswith("gpu1 7, MiB rises by ")
+    assert chaos.flat(samples[:10]) == ["10 rounds are too few for a slope"]
+
+
 def test_where_a_launcher_is_not_here_the_lane_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -87,6 +145,14 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def test_a_scenario(running: Any, name: str) -> None:
     wrong, seen = running.run(BY_NAME[name])
     assert not wrong, f"{wrong}; {seen}"
+
+
+@needs_hosts
+@pytest.mark.timeout(600)
+@pytest.mark.slow(reason="starts workers on hosts of their own, and two masters: 50 s")
+def test_a_few_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chaos, "DECK", {"down": 1, "stop": 1, "kill": 1})
+    assert chaos.chaos(3, 1, tmp_path) == 0
 
 
 @needs_hosts

@@ -5,6 +5,7 @@ master's.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import select
@@ -110,17 +111,27 @@ class Box:
     def _files_of(self, host: Host) -> set[str]:
         return set(host.do(_EMPTY.format(temporary=host.temporary, shared=self.logs / "shared")).splitlines())
 
+    def daemon(self, name: str) -> int:
+        """Return the number of the worker's process of a host."""
+        outside = self.workers[name].pid
+        return int(Path(f"/proc/{outside}/task/{outside}/children").read_text(encoding="ascii").split()[0])
+
+    def begun(self, name: str) -> list[int]:
+        """Return the processes of a host that have begun since the box was there, but for its worker's."""
+        runs = name in self.workers and self.workers[name].poll() is None
+        own = self._processes[name] | ({self.daemon(name)} if runs else set())
+        return sorted(set(self.hosts[name].processes()) - own)
+
     def left(self) -> list[str]:
         """Return what a program and its workers have left: processes and files."""
         found = []
         for name, host in self.hosts.items():
-            processes = set(host.processes())
             # A host that has vanished has none.
-            if processes:
+            if host.processes():
                 found += [
-                    f"{name}: {command}"
-                    for pid in processes - self._processes[name]
-                    if (command := _command(pid)) and not services.is_own(self.topology.services, command)
+                    f"{name}: {words}"
+                    for pid in self.begun(name)
+                    if (words := command(pid)) and not services.is_own(self.topology.services, words)
                 ]
                 if self._files_of(host) - self._files[name]:
                     scratch = str(ROOT / "distruntime" / "wire" / "scratch.py")
@@ -155,18 +166,20 @@ class Box:
         """Return what a worker has printed."""
         return (self.logs / f"{name}.log").read_text(encoding="utf-8", errors="replace")
 
-    def run(self, options: Mapping[str, object], program: str = PROGRAM) -> Program:
-        """Start a program as the master, and what the topology has beside it."""
+    def run(self, options: Mapping[str, object], program: str = PROGRAM, logs: Path | None = None) -> Program:
+        """Start a program as the master, and what the topology has beside it. Another folder is of another
+        master's log.
+        """
         begin = {**self.topology.begin, **dict(options.get("begin", {}))}  # type: ignore[call-overload]
         words = json.dumps({**options, "begin": begin})
         commands = [[*self.topology.launch, str(FOLDER / program), words]]
         commands += [list(self.topology.beside)] if self.topology.beside else []
         for command in commands:
             command[:] = [sys.executable if word == "{python}" else word for word in command]
-        return Program(self.hosts[MASTER], commands, self.logs, self._variables)
+        return Program(self.hosts[MASTER], commands, logs or self.logs, self._variables)
 
 
-def _command(pid: int) -> str:
+def command(pid: int) -> str:
     """Return the command line of a process; nothing if it has ended."""
     with suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
@@ -222,7 +235,7 @@ class Program:
         )
         session = os.getsid(int(first))
         mine = [pid for pid in self._host.processes() if os.getsid(pid) == session]
-        os.kill(min(pid for pid in mine if _command(pid).startswith(sys.executable)), signal.SIGKILL)
+        os.kill(min(pid for pid in mine if command(pid).startswith(sys.executable)), signal.SIGKILL)
 
     def lines(self, deadline: float) -> Iterator[dict[str, Any]]:
         """Yield what it says, each with a name and a value, until it ends.
@@ -246,3 +259,54 @@ class Program:
                 if said.startswith(b"{"):
                     yield json.loads(said)
         raise TimeoutError("the program has not ended in time")
+
+
+class Masters:
+    """Several masters at a time, and what they say. Each has a log of its own. A context manager."""
+
+    def __init__(self, box: Box, program: str, options: Mapping[str, Mapping[str, object]]) -> None:
+        self._stack = ExitStack()
+        self.lines: dict[str, Iterator[dict[str, Any]]] = {}
+        self.programs: dict[str, Program] = {}
+        # When each was heard last, when the piece of work began that it is at, and what that is.
+        self.heard: dict[str, float] = {}
+        self.began: dict[str, float] = {}
+        self.at: dict[str, str] = {}
+        self.log = self._stack.enter_context((box.logs / "said.txt").open("w", encoding="utf-8"))
+        for name, own in options.items():
+            (box.logs / name).mkdir()
+            self.programs[name] = self._stack.enter_context(box.run(own, program, box.logs / name))
+            self.lines[name] = self.programs[name].lines(math.inf)
+            self.heard[name] = self.began[name] = time.monotonic()
+
+    def __enter__(self) -> Masters:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def poll(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield what they have said by now; wait for it a tenth of a second. Who has ended is no longer in
+        `lines`.
+        """
+        for name in list(self.lines):
+            line = next(self.lines[name], None)
+            if line is None:
+                del self.lines[name]
+                continue
+            if line:
+                self.heard[name] = time.monotonic()
+                self.note(f"{name} {line}")
+            if "at" in line:
+                self.began[name], self.at[name] = time.monotonic(), f"{line['at']} {line['seed']}"
+            yield name, line
+
+    def note(self, words: str) -> None:
+        """Write a line into the log of what they say."""
+        self.log.write(f"{time.monotonic():.2f} {words}\n")
+        self.log.flush()
+
+    def silent(self, seconds: float) -> str:
+        """Return who has said nothing for so long, or nothing."""
+        late = [name for name in self.lines if time.monotonic() - self.heard[name] > seconds]
+        return ", ".join(f"{name} hangs at {self.at.get(name, 'its beginning')}" for name in late)

@@ -3,6 +3,8 @@
     python tests/box/run.py               all scenarios but those that take minutes, and the figures
     python tests/box/run.py --long        those too
     python tests/box/run.py NAME ...      these; --list prints them
+    python tests/box/run.py --chaos 1000  random programs through so many faults
+    python tests/box/run.py --soak 120    the same programs again and again, for so many minutes
 
 A scenario is green if the program computes what it does in calm weather, to the last bit, or fails with the
 cause that is true, in time. What the processes have printed is in `build/box/`. It takes root on Linux, and
@@ -22,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import chaos
 import launched
 import mistakes
 import scenarios
@@ -235,6 +238,9 @@ def main(arguments: Sequence[str], logs: Path = ROOT / "build" / "box") -> int:
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--long", action="store_true", help="also what takes minutes")
     parser.add_argument("--list", action="store_true", help="print the scenarios, and run nothing")
+    parser.add_argument("--chaos", type=int, metavar="FAULTS", help="random programs through so many faults")
+    parser.add_argument("--soak", type=float, metavar="MINUTES", help="the same programs for so many minutes")
+    parser.add_argument("--seed", type=int, default=1, help="of the programs and faults")
     options = parser.parse_args(arguments)
     by_name = {scenario.name: scenario for scenario in SCENARIOS}
     if unknown := set(options.names) - by_name.keys() - {FIGURES}:
@@ -249,6 +255,10 @@ def main(arguments: Sequence[str], logs: Path = ROOT / "build" / "box") -> int:
     if why := hosts.unavailable():
         print(f"{CANNOT}{why}")
         return 0
+    if options.chaos:
+        return chaos.chaos(options.chaos, options.seed, logs / "chaos")
+    if options.soak:
+        return chaos.soak(options.soak, options.seed, logs / "soak")
     red, absent = [], list[str]()
     with Lane(logs) as lane:
         for name in names:

@@ -409,6 +409,7 @@ class Connector:
                     self.session.cut(node, "the worker has connected anew")
                 break
         else:
+            self._displace(peer, join)
             found = self._vacant(join)
             if found is None and self._met and len(self.connections) < self._most:
                 found = self.add("")
@@ -428,6 +429,21 @@ class Connector:
             self._welcome_in(found, peer, join, now)
             return
         self._welcome_in(self.connections[node.index], peer, join, now)
+
+    def _displace(self, peer: bytes, join: Join) -> None:
+        """Give up an absent node whose number another worker asks for, unless that one has waited for it.
+
+        A launcher elsewhere has seen the first one end, and has started another with its number. From here it
+        is only silent, and would be waited for as long as a network may be cut.
+        """
+        node = self.nodes.get(join.node) if join.node is not None and self._met else None
+        if node is None or node.failed is not None or node.presence.absence is None or peer in self._spare:
+            return
+        self.session.lose(
+            node,
+            f"(pid {node.welcome.pid}) was unreachable ({node.presence.absence.why}), and another worker was "
+            f"started with its number: {join.host}, pid {join.pid}",
+        )
 
     def _welcome_in(self, connection: Connection, peer: bytes, join: Join, now: float) -> None:
         mode = self._wanted(connection)

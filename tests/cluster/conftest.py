@@ -22,13 +22,13 @@ def address() -> Iterator[str]:
 
 
 @pytest.fixture
-def dial(tmp_path: Path, address: str) -> Iterator[Callable[[], None]]:
-    """Starts a worker that dials the address, and ends it with the test."""
+def dial(tmp_path: Path, address: str) -> Iterator[Callable[..., None]]:
+    """Starts a worker that dials the address, with more arguments, and ends it with the test."""
     started: list[subprocess.Popen[bytes] | ForkedWorker] = []
 
-    def start() -> None:
+    def start(*more: str) -> None:
         with (tmp_path / f"worker-{len(started)}.log").open("wb") as output:
-            arguments = ["--threads", "1", "--master", address, "--insecure"]
+            arguments = ["--threads", "1", "--master", address, "--insecure", *more]
             worker = fork_worker(arguments, worker_environment(1), output, False)
             assert worker is not None
             started.append(worker)

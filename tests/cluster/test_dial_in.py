@@ -15,11 +15,13 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE
+from distruntime.cluster import absences
+from distruntime.session import launched
 from distruntime.session.launcher import worker_command
 from distruntime.session.session import active_session
 from processes import STARTING, Child, until
 
-Dialler = Callable[[], None]
+Dialler = Callable[..., None]
 
 
 def begin(address: str, count: int, timeout: float = STARTING, **options: Any) -> dr.types.Session:
@@ -84,6 +86,31 @@ def test_who_dials_a_session_that_has_all_its_workers_is_told(
     dr.shutdown()
     begin(address, 2)
     assert torch.ones(2, device=REMOTE).to(node=1).tolist() == [1, 1]  # type: ignore[call-overload]
+
+
+def test_a_worker_with_the_number_of_an_absent_one_takes_its_place_unless_it_has_waited_for_it(
+    address: str, dial: Dialler, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As of a worker on another machine, nobody here knows whether the process is there.
+    for module in (absences, launched):
+        monkeypatch.setattr(module, "has_died", lambda process: False)
+    dial("--node", "0"), dial("--node", "1")
+    begin(address, 2)
+    kept = [torch.ones(2, device=dr.place(node, "cpu")) for node in (0, 1)]
+    first, second = (node.pid for node in dr.nodes())
+    dial("--node", "0")
+    until(lambda: "the session has all its workers. It gets no place" in caplog.text)
+    os.kill(second, signal.SIGKILL)
+    os.kill(first, signal.SIGKILL)
+    until(lambda: [node.state for node in dr.nodes()] == ["unreachable"] * 2)
+    dial("--node", "1")
+    gone = rf"\(pid {second}\) was unreachable .*another worker was started with its number: .*, pid \d+"
+    with pytest.raises(dr.errors.NodeFailed, match=gone):
+        kept[1].cpu()
+    until(lambda: dr.nodes()[1].state == "ready")
+    assert torch.ones(2, device=dr.place(1, "cpu")).tolist() == [1, 1]
+    # Who was there before the other one was away was not started for it: its network may only be cut.
+    assert dr.nodes()[0].state == "unreachable"
 
 
 def test_the_waiting_time_is_one_for_schedulers(address: str, dial: Dialler) -> None:

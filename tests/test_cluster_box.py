@@ -78,6 +78,9 @@ class Heard:
         ("raised NodeFailed: node 1 (gpu2) exited: killed", "kill", 1000.0 - chaos.LATER, False),
         ("raised NodeFailed: node 2 (gpu3) exited: killed", "kill", 1001.0, False),
         ("raised NodeFailed: node 1 (gpu2) is unreachable", "down", 1001.0, False),
+        # gloo may know before the master does, and knows addresses alone.
+        ("raised NodeFailed: group 3 is broken: closed by peer [10.77.0.12]:56505.", "kill", 1001.0, True),
+        ("raised NodeFailed: group 3 is broken: closed by peer [10.77.0.13]:56505.", "kill", 1001.0, False),
         ("raised OSError: [Errno 28] No space left on device", "full_disk", 1001.0, True),
         ("raised OSError: [Errno 28] No space left on device", "descriptors", 1001.0, False),
         ("the end of v3 reads [1], expected [2]", "kill", 1001.0, False),

@@ -85,13 +85,13 @@ DECK = {
     "kill": 2,
 }
 _GONE = r"NodeFailed|ConnectionFailed|did not join|is lost|was lost|broke|taken the other's place"
-# What may fail a piece, and the words of which one must be in the error; {host} is the host that it befell.
+# What may fail a piece, and what its error must say then.
 CAUSES = {
     "full_disk": r"No space left on device|to be written, \d+ are free|bytes free",
     "full_shm": r"/dev/shm of this worker is full",
     "descriptors": r"Too many open files|file descriptors? left",
     "kill_child": r"SIGKILL|signal 9|\(pid \d+\) exited",
-    "kill": rf"(?=.*({_GONE}))(?=.*({{host}}|node {{node}}))",
+    "kill": rf"(?=.*({_GONE}))(?=.*({{host}}|node {{node}}|\[{{address}}\]))",
 }
 
 
@@ -234,10 +234,10 @@ class Chaos:
         self.count[f"{line['done']} {'failed' if odd else 'equal'}"] += 1
         if not odd:
             return
-        # What differs names no error.
         failed = re.search(r"(Error|Failed|Interrupt): ", odd)
         for fault, over in self.over:
-            cause = CAUSES.get(fault.kind, r"\Z.").format(host=fault.host, node=WORKERS.index(fault.host))
+            where = {"host": fault.host, "node": WORKERS.index(fault.host)}
+            cause = CAUSES.get(fault.kind, r"\Z.").format(**where, address=THREE.names[fault.host][0])
             if failed and over > self.masters.began[name] - LATER and re.search(cause, odd, re.DOTALL):
                 self.count[f"because of {fault.kind}"] += 1
                 return

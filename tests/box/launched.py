@@ -10,13 +10,13 @@ from scenarios import DOWN, MASTER, PORT, Change, Scenario, Topology, four, rack
 
 from router import Weather
 
-_LAUNCH = ("{python}", "-m", "distruntime", "launch")
-_SSH = {"worker": (), "begin": {"workers": ["ssh://gpu1", "ssh://gpu2"]}, "services": ("sshd",)}
+LAUNCH = ("{python}", "-m", "distruntime", "launch")
+SSH = {"worker": (), "begin": {"workers": ["ssh://gpu1", "ssh://gpu2"]}, "services": ("sshd",)}
 _NOTHING: Mapping[str, object] = {}
 _ONLY_22 = Weather(ports=(22,))
 _GATE = "gate"
 _BEHIND = {
-    **_SSH,
+    **SSH,
     "hosts": {MASTER: four(1), _GATE: four(5), "gpu1": four(11), "gpu2": four(12)},
     "names": {
         MASTER: ("10.77.0.1",),
@@ -40,7 +40,7 @@ _MPIRUN = (
 )
 
 TOPOLOGIES = (
-    Topology("ssh", "two hosts that ssh reaches, and no daemon", **rack(2, **_SSH)),  # type: ignore[arg-type]
+    Topology("ssh", "two hosts that ssh reaches, and no daemon", **rack(2, **SSH)),  # type: ignore[arg-type]
     Topology(
         "jump",
         "the hosts of a rack are behind a jump host, of which port 22 is open",
@@ -54,7 +54,7 @@ TOPOLOGIES = (
     Topology(
         "hosts",
         "distruntime launch --hosts",
-        **rack(2, **{**_SSH, "begin": {}}, launch=(*_LAUNCH, "--hosts", "gpu1,gpu2")),  # type: ignore[arg-type]
+        **rack(2, **{**SSH, "begin": {}}, launch=(*LAUNCH, "--hosts", "gpu1,gpu2")),  # type: ignore[arg-type]
     ),
     Topology(
         "torchrun",
@@ -77,7 +77,7 @@ TOPOLOGIES = (
             worker=(),
             begin={},
             services=("slurm",),
-            launch=("salloc", "--quiet", "--nodes=3", *_LAUNCH, "--slurm"),
+            launch=("salloc", "--quiet", "--nodes=3", *LAUNCH, "--slurm"),
         ),
     ),
     Topology(
@@ -90,7 +90,7 @@ TOPOLOGIES = (
             services=("mpirun", "sshd"),
             # mpirun waits for a host as long as its ssh does.
             ssh="ServerAliveInterval 5\n",
-            launch=(*_MPIRUN, "--host", f"{MASTER},gpu1,gpu2", *_LAUNCH, "--mpi"),
+            launch=(*_MPIRUN, "--host", f"{MASTER},gpu1,gpu2", *LAUNCH, "--mpi"),
         ),
     ),
     Topology(
@@ -111,7 +111,7 @@ TOPOLOGIES = (
         "ray",
         "a Ray cluster of three nodes, and its head where the script runs",
         **rack(  # type: ignore[arg-type]
-            3, worker=(), begin={}, services=("ray",), launch=(*_LAUNCH, "--ray", "-n", "3")
+            3, worker=(), begin={}, services=("ray",), launch=(*LAUNCH, "--ray", "-n", "3")
         ),
     ),
 )

@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any
 
 import chaos
+import large
 import launched
 import mistakes
 import scenarios
@@ -36,8 +37,9 @@ from box import Box, Program
 from processes import ROOT, until
 from router import Weather
 
-SCENARIOS = scenarios.SCENARIOS + launched.SCENARIOS + mistakes.SCENARIOS
-TOPOLOGIES = scenarios.TOPOLOGIES + launched.TOPOLOGIES + mistakes.TOPOLOGIES
+_FILES = (scenarios, launched, mistakes, large)
+SCENARIOS = tuple(scenario for file in _FILES for scenario in file.SCENARIOS)
+TOPOLOGIES = tuple(topology for file in _FILES for topology in file.TOPOLOGIES)
 CANNOT = "cannot run here: "
 # What a program has left behind ends within so many seconds.
 LEAVING = 60.0
@@ -45,6 +47,8 @@ LEAVING = 60.0
 BEGINNING = 120.0
 # These are bits a second and seconds.
 NARROW, LONG = 20e6, 0.05
+# What the program of many workers says of itself, in seconds and MiB.
+MEASURED = ("began", "computed", "memory", "replaced", "moved")
 # This is the name of the figures, beside those of the scenarios.
 FIGURES = "figures"
 
@@ -98,7 +102,8 @@ class Lane:
         if wrong or scenario.spoils:
             self._end()
         lengths = [f"{length:g}" for length in said.get("rounds", ())]
-        seen = f"{seconds:.1f} s" + (f", rounds of {' '.join(lengths)}" if lengths else "")
+        figures = "".join(f", {name} {said[name]}" for name in MEASURED if name in said)
+        seen = f"{seconds:.1f} s{figures}" + (f", rounds of {' '.join(lengths)}" if lengths else "")
         return wrong, seen + (f": {str(said['failed'])[:300]}" if "failed" in said and not wrong else "")
 
     def lacks(self, scenario: Scenario) -> str:

@@ -67,6 +67,10 @@ class _Memory:
         if self.late and self._sent is not None and self._local is not None:
             self._sent.copy_(self._local)
 
+    def forget(self) -> None:
+        """Let go of both. The memory here holds this by way of C++, where no collector sees the cycle."""
+        self._sent = self._local = None
+
 
 # While `load` runs in this thread, this has the memories that go to places.
 _loading: ContextVar[list[_Memory] | None] = ContextVar("loading", default=None)
@@ -130,6 +134,8 @@ def load(f: object, map_location: object = None, *args: object, **kwargs: object
         return found
     finally:
         _loading.reset(token)
+        for memory in memories:
+            memory.forget()
 
 
 # So it travels to a worker as what it stands for.

@@ -370,3 +370,19 @@ def test_a_mapped_file_goes_to_a_place(session: object, tmp_path: Path) -> None:
     loaded = torch.load(tmp_path / "x.pt", map_location=REMOTE, mmap=True)
     assert loaded["a"].tolist() == [0.0, 1.0, 2.0] and loaded["b"].tolist() == [1.0] * 4
     assert {t.device.type for t in loaded.values()} == {"remote"}
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("where", [REMOTE, {"cpu": REMOTE}])
+def test_what_was_loaded_to_a_place_goes_with_its_last_name(
+    session: object, zipped: bool, where: Any
+) -> None:
+    file = io.BytesIO()
+    torch.save([torch.ones(1000), torch.ones(3)], file, _use_new_zipfile_serialization=zipped)
+    before = slots()
+    for _ in range(3):
+        file.seek(0)
+        found = torch.load(file, map_location=where, weights_only=False)
+        assert slots() > before and sum(x.sum().item() for x in found) == 1003
+        del found
+        until(lambda: slots() == before)

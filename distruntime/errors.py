@@ -8,7 +8,6 @@ DistruntimeError
 │   ├── UntrustedError      what was published has no signature that this process trusts, or a wrong one
 │   └── ConfigurationError  a setting, key or address is unusable
 ├── RemoteError             an operation failed on a worker; the class is also the original, IndexError
-├── NonFiniteError          an operation gave NaN or infinity, where that is watched
 ├── StreamCancelled         stream.cancel() dropped the work before it ran
 ├── WaitTimeout             a wait outlived the time that it was given; a TimeoutError, too
 ├── CheckpointError         a checkpoint is not there, is half, damaged, or of another version
@@ -69,10 +68,6 @@ class RemoteError(DistruntimeError):
     What is raised is also of the original exception's class. Its cause is the worker's traceback, if that
     shows code of yours.
     """
-
-
-class NonFiniteError(DistruntimeError, ArithmeticError):
-    """An operator that `dr.profiler.detect_nan` has looked at gave NaN, or an infinity."""
 
 
 class StreamCancelled(DistruntimeError, RuntimeError):
@@ -223,7 +218,6 @@ __all__ = [
     "DistruntimeError",
     "InternalError",
     "NodeFailed",
-    "NonFiniteError",
     "NotSupportedError",
     "PlacementError",
     "ProtocolError",

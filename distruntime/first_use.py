@@ -84,6 +84,9 @@ def _missing(package: str, name: str, spellings: Mapping[str, str]) -> str:
     Python's own suggestion would do at a plain prompt, and IPython shows none.
     """
     text = f"module {package!r} has no attribute {name!r}"
+    gone: Mapping[str, str] = importlib.import_module("distruntime.old_names").GONE
+    if name in gone:
+        return f"{text} any more: {gone[name]}"
     if package == "distruntime" and name in _COMMANDS:
         return f"{text}. It is a command: python -m {package} {name}"
     alike = difflib.get_close_matches(name, spellings, n=1)

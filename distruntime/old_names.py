@@ -1,6 +1,6 @@
 """Where the names are that once stood right below the package. The old spellings work, and warn.
 
-No name is added here: a new one begins in its part.
+No name is added here: a new one begins in its part. `GONE` has names that are no more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _MOVED = {
         "reduce_scatter_tensor register_data_channel scatter send"
     ),
     "errors": (
-        "CheckpointError ConfigurationError ConnectionFailed InternalError NodeFailed NonFiniteError "
+        "CheckpointError ConfigurationError ConnectionFailed InternalError NodeFailed "
         "NotSupportedError PlacementError ProtocolError RemoteError SessionClosed StreamCancelled "
         "UntrustedError UsageError WaitTimeout"
     ),
@@ -27,7 +27,7 @@ _MOVED = {
     "nn": "replace_modules",
     "parallel": "DataParallel Experts Pipeline ShardedEMA ShardedOptimizer pipeline split",
     "profiler": (
-        "CompiledGraph ModelProfile ModuleProfile Stall Trace WhySlow compiled_graphs detect_nan "
+        "CompiledGraph ModelProfile ModuleProfile Stall Trace WhySlow compiled_graphs "
         "get_sync_debug_mode memory_snapshot profile_model record_memory_history set_sync_debug_mode "
         "stacks stalls"
     ),
@@ -39,3 +39,9 @@ _MOVED = {
 }
 
 PARTS = {name: part for part, names in _MOVED.items() for name in names.split()}
+
+# These features have gone, and this is what does it now.
+GONE = {
+    "NonFiniteError": "docs/looking.md has a mode of ten lines that finds the first NaN",
+    "detect_nan": "docs/looking.md has a mode of ten lines that finds the first NaN",
+}

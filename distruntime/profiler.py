@@ -1,4 +1,4 @@
-"""Where time and memory go: traces, profiles, waits, stacks, and the first NaN."""
+"""Where time and memory go: traces, profiles, waits and stacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ if typing.TYPE_CHECKING:
     from .cluster.stacks import stacks
     from .compiled.compiled_graphs import CompiledGraph, compiled_graphs
     from .session.stalls import Stall, get_sync_debug_mode, set_sync_debug_mode, stalls
-    from .timeline.detect_nan import detect_nan
     from .timeline.memory_snapshot import memory_snapshot, record_memory_history
     from .timeline.profile_model import ModelProfile, ModuleProfile, profile_model
     from .timeline.trace import Trace, trace
@@ -26,7 +25,6 @@ __all__ = [
     "Trace",
     "WhySlow",
     "compiled_graphs",
-    "detect_nan",
     "get_sync_debug_mode",
     "memory_snapshot",
     "profile_model",

@@ -72,7 +72,16 @@ def test_an_old_spelling_works_and_warns_of_the_new_one(name: str) -> None:
 
 def test_old_spellings_are_those_of_all_parts() -> None:
     """It holds what was public when the parts came: nobody's program may lose a name."""
-    assert len(old_names.PARTS) == 117 and set(old_names.PARTS.values()) < set(PARTS)
+    assert len(old_names.PARTS) + len(old_names.GONE) == 117 and set(old_names.PARTS.values()) < set(PARTS)
+
+
+@pytest.mark.parametrize("name", old_names.GONE)
+def test_a_name_that_is_no_more_is_told_with_what_does_it_now(name: str) -> None:
+    home = re.escape(old_names.GONE[name])
+    with pytest.raises(AttributeError, match=f"{name!r} any more: {home}$"):
+        getattr(dr, name)
+    (page,) = re.findall(r"docs/\w+\.md", old_names.GONE[name])
+    assert (Path(__file__).parents[1] / page).exists()
 
 
 def test_an_old_spelling_warns_once_for_each_line_and_name() -> None:

@@ -2452,27 +2452,6 @@ class Watching(Base):
             copies = [own.detach().clone() for _ in mesh.places]
             self.keep_whole(number, p.detach(), copies, [Memory() for _ in copies])
 
-    @operation(0.4)
-    def watch_for_nan(self) -> None:
-        a = self.any(dtype=torch.float32, healthy=True)
-        names = self.random.choices(("log", "sqrt", "neg", "exp", "reciprocal", "sin"), k=4)
-        self.say(a, *names)
-        first, y = "", a.local
-        for name in names:
-            y = getattr(torch, name)(y)
-            first = first or (name if y.isnan().any() else "")
-        text = ""
-        try:
-            with dr.profiler.detect_nan(), self.where(a.place):
-                x = a.remote
-                for name in names:
-                    x = getattr(torch, name)(x)
-        except dr.errors.NonFiniteError as error:
-            text = str(error)
-        expected = f"aten.{first}.default was the first to give NaN" if first else ""
-        if not text.startswith(expected) or bool(text) != bool(first):
-            self.differs(f"detect_nan says {text[:200]!r}, expected {expected!r}")
-
     @operation(0.3)
     def profile_a_model(self) -> None:
         a, backward = self.any(dtype=torch.float32, healthy=True), self.chance(0.5)

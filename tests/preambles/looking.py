@@ -28,4 +28,11 @@ dr.init_master_worker(world_size=1)
 model = Net().to("remote")
 x = torch.randn(512, 64, device="remote")
 # %% the end
+try:
+    with FirstNaN():
+        torch.sqrt(x - 9.0).sum()
+except FloatingPointError as error:
+    assert str(error) == "aten.sqrt.default was the first to give NaN"
+else:
+    raise AssertionError("no NaN was found")
 assert sum(isinstance(m, nn.SiLU) for m in model.modules()) == 1

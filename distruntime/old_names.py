@@ -27,8 +27,8 @@ _MOVED = {
     "nn": "replace_modules",
     "parallel": "DataParallel Experts Pipeline ShardedEMA ShardedOptimizer pipeline split",
     "profiler": (
-        "CompiledGraph ModelProfile ModuleProfile Stall Trace WhySlow compiled_graphs "
-        "get_sync_debug_mode memory_snapshot profile_model record_memory_history set_sync_debug_mode "
+        "CompiledGraph Stall Trace WhySlow compiled_graphs "
+        "get_sync_debug_mode memory_snapshot record_memory_history set_sync_debug_mode "
         "stacks stalls"
     ),
     "types": (
@@ -44,4 +44,7 @@ PARTS = {name: part for part, names in _MOVED.items() for name in names.split()}
 GONE = {
     "NonFiniteError": "docs/looking.md has a mode of ten lines that finds the first NaN",
     "detect_nan": "docs/looking.md has a mode of ten lines that finds the first NaN",
+    "ModelProfile": "docs/looking.md has a function of ten lines that times each layer",
+    "ModuleProfile": "docs/looking.md has a function of ten lines that times each layer",
+    "profile_model": "docs/looking.md has a function of ten lines that times each layer",
 }

@@ -11,7 +11,6 @@ if typing.TYPE_CHECKING:
     from .compiled.compiled_graphs import CompiledGraph, compiled_graphs
     from .session.stalls import Stall, get_sync_debug_mode, set_sync_debug_mode, stalls
     from .timeline.memory_snapshot import memory_snapshot, record_memory_history
-    from .timeline.profile_model import ModelProfile, ModuleProfile, profile_model
     from .timeline.trace import Trace, trace
     from .timeline.why_slow import WhySlow, why_slow
 
@@ -19,15 +18,12 @@ _first_use.lend(__name__)
 
 __all__ = [
     "CompiledGraph",
-    "ModelProfile",
-    "ModuleProfile",
     "Stall",
     "Trace",
     "WhySlow",
     "compiled_graphs",
     "get_sync_debug_mode",
     "memory_snapshot",
-    "profile_model",
     "record_memory_history",
     "set_sync_debug_mode",
     "stacks",

@@ -2452,17 +2452,6 @@ class Watching(Base):
             copies = [own.detach().clone() for _ in mesh.places]
             self.keep_whole(number, p.detach(), copies, [Memory() for _ in copies])
 
-    @operation(0.3)
-    def profile_a_model(self) -> None:
-        a, backward = self.any(dtype=torch.float32, healthy=True), self.chance(0.5)
-        self.say(a, backward)
-        with self.where(a.place):
-            model = torch.nn.Sequential(Times(torch.ones(1)), Times(torch.ones(1))).to(a.place)
-            found = dr.profiler.profile_model(model, a.remote, backward=backward)
-        rows = [(one.name, one.place, one.calls, one.forward >= 0, one.backward is None) for one in found]
-        if rows != [(name, a.place, 1, True, not backward) for name in ("", "0", "1")]:
-            self.differs(f"profile_model says {rows}")
-
     @operation(0.8)
     def begin_a_range(self) -> None:
         name = self.random.choice(("forward", "backward", f"step {self.random.randrange(9)}"))

@@ -28,6 +28,7 @@ dr.init_master_worker(world_size=1)
 model = Net().to("remote")
 x = torch.randn(512, 64, device="remote")
 # %% the end
+assert {*time_layers(model, x)} == {"", "blocks.0", "blocks.0.up", "blocks.0.act", "blocks.0.down", "head"}
 try:
     with FirstNaN():
         torch.sqrt(x - 9.0).sum()

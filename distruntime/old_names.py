@@ -23,7 +23,7 @@ _MOVED = {
         "LongTensor ShortTensor arange empty eye full linspace logspace ones rand randint randn randperm "
         "tensor zeros"
     ),
-    "mesh": "DeviceMesh Layout Partition",
+    "mesh": "DeviceMesh Partition",
     "nn": "replace_modules",
     "parallel": "DataParallel Experts Pipeline ShardedEMA ShardedOptimizer pipeline split",
     "profiler": (
@@ -47,4 +47,5 @@ GONE = {
     "ModelProfile": "docs/looking.md has a function of ten lines that times each layer",
     "ModuleProfile": "docs/looking.md has a function of ten lines that times each layer",
     "profile_model": "docs/looking.md has a function of ten lines that times each layer",
+    "Layout": "docs/meshes.md has a mesh's groups by modes: several dimensions are one group",
 }

@@ -89,7 +89,7 @@ def cut(stage: Stage, mesh: dr.mesh.DeviceMesh) -> dr.parallel.Experts:
     tp.parallelize_module(stage.to(mesh.device), mesh["tensor"], plan)
     fully_shard(stage, mesh=mesh["data"])
     # All members have tokens of their own, so the experts see one dimension of data.
-    members = dr.init_device_mesh(mesh.places, dr.mesh.Layout([("data", 4)]).with_experts(ep=2))
+    members = dr.init_device_mesh(mesh.places, [("moe_dp", 2), ("moe_ep", 2)])
     stage.experts = there = dr.parallel.Experts(list(experts.children()), members)
     return there
 

@@ -8,7 +8,6 @@ from .. import first_use as _first_use
 
 if typing.TYPE_CHECKING:
     from ..collectives.partition import Partition
-    from .layout import Layout
     from .mesh import DeviceMesh, init_device_mesh
     from .sharding import from_shards, shards
 
@@ -16,7 +15,6 @@ _first_use.lend(__name__)
 
 __all__ = [
     "DeviceMesh",
-    "Layout",
     "Partition",
     "from_shards",
     "init_device_mesh",

@@ -28,7 +28,6 @@ from ..operators.signatures import template
 from ..operators.transfer import upload
 from ..session.session import Session, active_session, session_of_log
 from ..tensors.tensor import DistributedTensor
-from .layout import Layout
 from .line_groups import Lines
 from .shape import members_for, shape_of
 from .torch_dtensor import prepare
@@ -61,8 +60,6 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         # Coordinates and slices are kept here.
         self._kept: dict[Any, Any] = {}
         self._context = MeshContext(self._home)
-        # A layout has other groups of the members.
-        self._layout_of: Layout | None = None
         prepare()
         # The default group belongs to the members, not to this mesh, which can go with all that it keeps.
         everybody = partial(self._mesh_log.lines_of, [[*range(len(places))]], Lines)
@@ -142,7 +139,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         torch_mesh.__class__ = DeviceMesh
         torch_mesh._mesh_log, torch_mesh._home = self._mesh_log, self._home
         torch_mesh._whole, torch_mesh._dims = self._whole, dims
-        torch_mesh._context, torch_mesh._layout_of = self._context, None
+        torch_mesh._context = self._context
         seen: DeviceMesh = torch_mesh
         return seen
 
@@ -275,8 +272,6 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
 
         Block until they are open, the first time.
         """
-        if isinstance(dim, str) and self._layout_of is not None and dim not in (self.mesh_dim_names or ()):
-            return self._mesh_log.lines_of(self._layout_of.groups(dim), Lines)
         dims = range(len(self._dims)) if dim is None else [dim] if isinstance(dim, (int, str)) else dim
         wanted, kept = frozenset(chain(*(self._dims[self._dim(d)] for d in dims))), self._whole._kept
         found: Lines | None = kept.get(wanted)
@@ -309,19 +304,6 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
             group = known[key] = register(name, rows[0], ranks, partial(self._mesh_log.lines_of, rows, Lines))
             self.session.ending.on_close.append(partial(forget, group))
         return group
-
-    @without_our_frames
-    def get_group(self, mesh_dim: int | str | None = None) -> Any:
-        """Return the process group of a dimension, or of another mode of the layout that the mesh is of."""
-        layout = self._layout_of
-        if (
-            isinstance(mesh_dim, str)
-            and layout is not None
-            and mesh_dim not in (self.mesh_dim_names or ())
-            and mesh_dim in layout
-        ):
-            return self._group_of(layout.groups(mesh_dim))
-        return super().get_group(mesh_dim)
 
     def get_coordinate(self) -> Any:
         """Return, for each dimension, the members' coordinates, as torch's own symbolic ints.
@@ -375,7 +357,7 @@ _names = count()
 @without_our_frames
 def init_device_mesh(
     device_type: str | Sequence[int | Place],
-    mesh_shape: Sequence[float] | Sequence[tuple[str, float]] | Layout,
+    mesh_shape: Sequence[float] | Sequence[tuple[str, float]],
     *,
     mesh_dim_names: Sequence[str] | None = None,
 ) -> DeviceMesh:
@@ -385,8 +367,7 @@ def init_device_mesh(
         device_type: "cpu" (each node's CPU), "cuda" (all GPUs of all nodes), "accelerator" (those of any
             kind), or the members themselves, node numbers or places.
         mesh_shape: the size of each dimension, (2, 4), or names and sizes, [("data", 2), ("tensor", 4)];
-            the last is innermost. Of a `Layout` the mesh also has its other groups:
-            `mesh.lines("model")`, `mesh.lines("moe_ep")`.
+            the last is innermost.
         mesh_dim_names: the dimensions' names.
 
     Raises:
@@ -394,6 +375,4 @@ def init_device_mesh(
     """
     session = active_session()
     sizes, names = shape_of(mesh_shape, mesh_dim_names)
-    mesh = DeviceMesh(session, members_for(session, device_type, sizes), sizes, names)
-    mesh._layout_of = mesh_shape if isinstance(mesh_shape, Layout) else None
-    return mesh
+    return DeviceMesh(session, members_for(session, device_type, sizes), sizes, names)

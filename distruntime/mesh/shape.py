@@ -11,15 +11,13 @@ from ..errors import PlacementError, UsageError
 from ..log.current import ACCELERATOR, is_of_kind
 from ..log.handle import Place
 from ..session.session import Session
-from .layout import Layout
 
 
 def shape_of(
     mesh_shape: object, mesh_dim_names: Sequence[str] | None
 ) -> tuple[list[int], tuple[str, ...] | None]:
     """Return the sizes of a mesh's dimensions and their names; raise `UsageError` if they are none."""
-    given: Any = mesh_shape.modes.items() if isinstance(mesh_shape, Layout) else mesh_shape
-    sizes: list[Any] = list(given) if isinstance(given, Iterable) else []
+    sizes: list[Any] = list(mesh_shape) if isinstance(mesh_shape, Iterable) else []
     if sizes and all(isinstance(row, (tuple, list)) and len(row) == 2 for row in sizes):
         if mesh_dim_names is not None:
             raise UsageError("the dimensions' names were given twice, in the shape and as mesh_dim_names")

@@ -19,7 +19,7 @@ from ..mesh.sharding import from_shards
 from ..tensors.tensor import DistributedTensor
 from ..tensors.uneven import UnevenTensor
 
-# One mode of a layout, or some dimensions of a mesh.
+# Some dimensions of a mesh.
 Modes = int | str | Sequence[int | str]
 
 
@@ -37,7 +37,7 @@ class Experts(nn.Module):
         experts: all experts: modules of one kind in this process, in order. The members of a line get equal
             numbers of them; the first member gets the first ones.
         mesh: the mesh that the tokens are on.
-        ep: the dimension along which members hold different experts, or such a mode of the mesh's layout.
+        ep: the dimension along which members hold different experts.
         dp: the dimensions along which members hold the same experts for other tokens, None if there are none.
         capacity: how many tokens a member sends to one expert at most. Further ones are dropped: that expert
             adds nothing to their results. First choices go first, then the earlier tokens. None sends all.
@@ -63,7 +63,7 @@ class Experts(nn.Module):
         if not isinstance(mesh, DeviceMesh):
             raise UsageError(
                 "dr.parallel.Experts takes all experts and a mesh, dr.parallel.Experts(experts, "
-                f'dr.init_device_mesh("cpu", layout.with_experts(ep=2))); got {type(mesh).__name__}'
+                f'dr.init_device_mesh("cpu", [("moe_dp", 2), ("moe_ep", 2)])); got {type(mesh).__name__}'
             )
         if isinstance(experts, nn.Module) and not isinstance(experts, (nn.ModuleList, nn.Sequential)):
             raise UsageError(

@@ -144,7 +144,7 @@ def check_collectives(
 
     Args:
         group: `dr.distributed.new_group(...)`; None: all nodes of the session. For a line of a mesh, name its
-            members: `dr.distributed.new_group([mesh.places[k] for k in layout.groups("data")[0]])`.
+            members: `dr.distributed.new_group([mesh.places[k] for k in mesh.lines("data").rows[0]])`.
         sizes: in bytes for each member.
         repeat: so many calls are timed together, behind one that is not.
 
@@ -160,7 +160,7 @@ def check_collectives(
         raise UsageError(
             f"check_collectives takes a group of dr.distributed.new_group(places), "
             f"got {type(found).__name__}. For a line of a mesh, name its members: "
-            "dr.distributed.new_group([mesh.places[k] for k in layout.groups(mode)[0]])"
+            "dr.distributed.new_group([mesh.places[k] for k in mesh.lines(mode).rows[0]])"
         )
     members = found.size()
     if members < 2:

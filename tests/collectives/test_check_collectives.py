@@ -48,7 +48,7 @@ def test_what_cannot_be_tried(fresh_session: Any) -> None:
         check_collectives(sizes=(4,))
     with pytest.raises(dr.errors.UsageError, match="this group has one"):
         check_collectives(dr.distributed.new_group([1]))
-    mesh = dr.init_device_mesh("cpu", dr.mesh.Layout([("data", 2)]))
+    mesh = dr.init_device_mesh("cpu", [("data", 2)])
     wrong: Any = mesh.get_group("data")
     with pytest.raises(
         dr.errors.UsageError,

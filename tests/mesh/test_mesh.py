@@ -593,21 +593,24 @@ def test_random_numbers_alike_or_distinct(mesh: Mesh) -> None:
         assert torch.equal(shard, first[0])
 
 
-def test_a_layout_gives_a_mesh_its_groups(fresh_session: Callable[..., Any]) -> None:
+def test_groups_by_modes_are_dimensions(fresh_session: Callable[..., Any]) -> None:
+    """The groups are those that TorchDistPackage makes of [("data", 2), ("pipe", 2), ("tensor", 2)]."""
     fresh_session(world_size=2, simulate_cuda=4)
-    layout = dr.mesh.Layout([("data", 2), ("pipe", 2), ("tensor", 2)], world=8)
-    mesh = dr.init_device_mesh("cuda", layout)
+    mesh = dr.init_device_mesh("cuda", [("data", 16 / 8), ("pipe", 2), ("tensor", 2)])
     assert mesh.shape == (2, 2, 2) and mesh.mesh_dim_names == ("data", "pipe", "tensor")
-    for mode in ("data", "pipe", "tensor", "model"):
-        assert sorted(mesh.lines(mode).rows) == sorted(layout.groups(mode))
+    groups = {mode: [list(row) for row in mesh.lines(mode).rows] for mode in ("data", "pipe", "tensor")}
+    assert groups == {
+        "data": [[0, 4], [1, 5], [2, 6], [3, 7]],
+        "pipe": [[0, 2], [1, 3], [4, 6], [5, 7]],
+        "tensor": [[0, 1], [2, 3], [4, 5], [6, 7]],
+    }
     ranks = dr.from_shards([torch.tensor([float(k)]) for k in range(8)], mesh)
-    assert [s.item() for s in dr.shards(dr.lines.all_reduce(mesh.lines("model"), ranks))] == [6.0] * 4 + [
-        22.0
-    ] * 4
-    experts = dr.init_device_mesh("cuda", layout.with_experts(ep=2))
-    assert [s.item() for s in dr.shards(dr.lines.all_reduce(experts.lines("moe_ep"), ranks))] == [
-        sum(group) for k in range(8) for group in experts.lines("moe_ep").rows if k in group
-    ]
+    model = dr.lines.all_reduce(mesh.lines(("pipe", "tensor")), ranks)
+    assert [s.item() for s in dr.shards(model)] == [6.0] * 4 + [22.0] * 4
+    experts = dr.init_device_mesh(mesh.places, [("moe_dp", 1), ("moe_ep", 2), ("pipe", 2), ("tensor", 2)])
+    assert experts.lines("moe_ep").rows == experts.lines(("moe_dp", "moe_ep")).rows == mesh.lines("data").rows
+    nodes = dr.init_device_mesh(mesh.places, [("nodes", 4), ("node", 2)])
+    assert [list(row) for row in nodes.lines("node").rows] == groups["tensor"]
 
 
 def test_a_mesh_of_places(mesh: Mesh) -> None:

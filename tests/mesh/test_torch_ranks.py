@@ -27,7 +27,7 @@ def mesh() -> Iterator[dr.mesh.DeviceMesh]:
     """Members 0 and 2 are a line of "data", and so are 1 and 3."""
     dr.shutdown()
     dr.init_master_worker(world_size=2, simulate_cuda=2)
-    yield dr.init_device_mesh("cuda", dr.mesh.Layout([("data", 2), ("tensor", 2)]).with_nodes(2))
+    yield dr.init_device_mesh("cuda", [("data", 2), ("tensor", 2)])
     dr.shutdown()
 
 
@@ -108,17 +108,13 @@ def test_what_would_wait_for_other_ranks_is_refused(mesh: dr.mesh.DeviceMesh) ->
         dist.monitored_barrier(mesh.get_group("data"))
 
 
-def test_groups_of_a_layouts_other_modes(mesh: dr.mesh.DeviceMesh) -> None:
-    group = mesh.get_group("model")
-    assert group is mesh.get_group("model") and group.size() == 2
+def test_groups_of_several_dimensions(mesh: dr.mesh.DeviceMesh) -> None:
+    moe = dr.init_device_mesh(mesh.places, [("data", 2), ("pipe", 2), ("tensor", 1)])
+    group = moe["pipe", "tensor"]._flatten("model").get_group()
+    assert group is moe["model"].get_group() and group.size() == 2
     x = mesh.coordinate("data") * 10 + mesh.coordinate("tensor")
     dist.broadcast(x, 0, group=group)
     assert [shard.item() for shard in dr.shards(x)] == [0, 0, 10, 10]
-    y = torch.ones((), device=mesh.device)
-    dist.all_reduce(y, group=mesh.get_group("node"))
-    assert y.item() == 2
-    with pytest.raises(KeyError, match="experts"):
-        mesh.get_group("experts")
 
 
 def gradients(mesh: dr.mesh.DeviceMesh, run: Callable[[torch.Tensor], torch.Tensor]) -> list[list[float]]:

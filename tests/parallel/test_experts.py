@@ -49,7 +49,7 @@ def serial(
 
 
 def mesh_of(ep: int) -> dr.mesh.DeviceMesh:
-    return dr.init_device_mesh("cuda", dr.mesh.Layout([("data", 4)]).with_experts(ep=ep))
+    return dr.init_device_mesh("cuda", [("moe_dp", 4 / ep), ("moe_ep", ep)])
 
 
 def batches(tokens: str) -> list[torch.Tensor]:

@@ -24,8 +24,7 @@ _MOVED = {
         "tensor zeros"
     ),
     "mesh": "DeviceMesh Partition",
-    "nn": "replace_modules",
-    "parallel": "DataParallel Experts Pipeline ShardedEMA ShardedOptimizer pipeline split",
+    "parallel": "DataParallel Experts Pipeline ShardedOptimizer pipeline split",
     "profiler": (
         "CompiledGraph Stall Trace WhySlow compiled_graphs "
         "get_sync_debug_mode memory_snapshot record_memory_history set_sync_debug_mode "
@@ -48,4 +47,6 @@ GONE = {
     "ModuleProfile": "docs/looking.md has a function of ten lines that times each layer",
     "profile_model": "docs/looking.md has a function of ten lines that times each layer",
     "Layout": "docs/meshes.md has a mesh's groups by modes: several dimensions are one group",
+    "ShardedEMA": "docs/meshes.md has the moving average in shares, in five lines",
+    "replace_modules": "docs/looking.md has it in three lines, by torch's set_submodule",
 }

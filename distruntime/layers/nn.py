@@ -7,7 +7,6 @@ gradients. Its first argument is the partition, and the others are torch's. docs
 
 from __future__ import annotations
 
-from ..tensors.replace_modules import replace_modules
 from .between import Each, Repartition
 from .classes import CrossEntropyLoss
 from .convolutions import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
@@ -64,5 +63,4 @@ __all__ = [
     "Repartition",
     "SmoothL1Loss",
     "Upsample",
-    "replace_modules",
 ]

@@ -10,7 +10,6 @@ if typing.TYPE_CHECKING:
     from .data_parallel import DataParallel
     from .experts import Experts
     from .pipelining import Pipeline, pipeline
-    from .sharded_ema import ShardedEMA
     from .sharded_optimizer import ShardedOptimizer
     from .splitting import split
 
@@ -20,7 +19,6 @@ __all__ = [
     "DataParallel",
     "Experts",
     "Pipeline",
-    "ShardedEMA",
     "ShardedOptimizer",
     "pipeline",
     "split",

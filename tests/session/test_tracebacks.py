@@ -93,7 +93,6 @@ MISTAKES: dict[str, Callable[[torch.Tensor], object]] = {
     "lines": lambda x: dr.lines.all_reduce("dp", x),  # type: ignore[arg-type]
     "attention": lambda x: dr.lines.attention("tp", x, x, x),  # type: ignore[arg-type]
     "a sharded optimizer": lambda x: dr.parallel.ShardedOptimizer([x], "SGD", x),  # type: ignore[arg-type]
-    "a moving average": lambda x: dr.parallel.ShardedEMA(torch.nn.Linear(1, 1), 2.0),
     "an untyped storage": lambda x: torch.UntypedStorage(3, device=REMOTE),
     "a storage": lambda x: torch.ones(3).untyped_storage().to(REMOTE),
     "a device's memory": lambda x: torch.remote.memory_allocated(9),  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Files that lie at a worker: weights, data for training, and files that are sent there and back."""
+"""Files that lie at a worker: weights, and data for training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import typing
 from . import first_use as _first_use
 
 if typing.TYPE_CHECKING:
-    from .python.files import pull, push
     from .python.loader import DataLoader, data_loader
     from .python.pretrained import from_pretrained
 
@@ -17,6 +16,4 @@ __all__ = [
     "DataLoader",
     "data_loader",
     "from_pretrained",
-    "pull",
-    "push",
 ]

@@ -80,7 +80,7 @@ def _indexed(folder: str, index: str) -> dict[str, list[str] | None]:
     missing = [path for path in found if not os.path.isfile(path)]
     if missing:
         raise FileNotFoundError(
-            f"{index} names {missing[0]}, and it is not there: bring it, dr.data.push(...)"
+            f"{index} names {missing[0]}, and it is not there: bring it as docs/data.md does"
         )
     return found
 

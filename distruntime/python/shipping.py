@@ -130,7 +130,7 @@ def _packed(what: str | os.PathLike[str] | ModuleType, only: tuple[str, int] | N
     if total > _MOST:
         raise UsageError(
             f"{name} has {total >> 20} MB, and dr.workers.ship sends {_MOST >> 20} MB of code at most: send "
-            "data with dr.data.push(folder, node)"
+            "data as docs/data.md does"
         )
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as packed:

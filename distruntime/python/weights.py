@@ -169,7 +169,7 @@ def _by_name(
             if not isinstance(shard, DistributedTensor) or not alike:
                 raise UsageError(
                     f"the members of the mesh have other weights: {name!r} of member 0 and that of member "
-                    f"{k} differ. The same files have to lie at each member's node: dr.data.push(path, node)"
+                    f"{k} differ. The same files have to lie at each member's node"
                 )
             shards.append(shard)
         found.append((name, shards))

@@ -111,7 +111,6 @@ def full_disk(name: str) -> None:
         "save": lambda: dr.save({"x": x * 2}, disk / "saved"),
         "load": lambda: dr.load(disk / "saved")["x"].sum().item(),
         "ship": lambda: dr.workers.ship("scarce_package"),
-        "push": lambda: dr.data.push(package / "data.bin", 0, disk / "pushed.bin"),
         "publish": lambda: dr.publish("model", torch.nn.Linear(3, 3).to("remote")),
         "print": lambda: float(dr.remote(noisy)(x[:1])),
         "works": works,
@@ -145,11 +144,10 @@ def test_a_full_disk_costs_nothing_but_what_was_to_be_written(tmp_path: Path) ->
     check(child, "full save", rf"OSError: the checkpoint in {disk}/saved was not written; what was there")
     check(child, "full load", "fine: 100000.0")
     check(child, "full ship", f"OSError.*{full}.*node 0")
-    check(child, "full push", f"OSError.*{full}.*node 0")
     check(child, "full publish", rf"ConfigurationError: the signing key.*{disk}/signing: No space left")
     check(child, "full print", "fine: 2.0")
     check(child, "full works", "fine: True")
-    for what in ("save", "load", "ship", "push", "publish", "print", "works"):
+    for what in ("save", "load", "ship", "publish", "print", "works"):
         check(child, f"again {what}", "fine: 200000.0" if what == "load" else "fine")
     check(child, "named", rf"ConfigurationError: the session 'scarce' cannot be noted in {disk}/state")
 
@@ -230,7 +228,6 @@ def worker_without_descriptors(folder: str) -> None:
     acts: dict[str, Callable[[], object]] = {
         "group": lambda: dr.distributed.new_group([0, 1]),
         "save": lambda: dr.save({"x": x}, f"{folder}/saved"),
-        "push": lambda: dr.data.push(__file__, 0, f"{folder}/pushed"),
         "spmd": lambda: function(torch.ones(3, device=mesh.device)).cpu(),
         "upload": lambda: torch.ones(3_000_000).to("remote").sum().item(),
         "works": works,
@@ -249,10 +246,9 @@ def test_a_worker_without_descriptors_goes_on(tmp_path: Path) -> None:
     with Child(worker_without_descriptors, str(tmp_path)) as child:
         check(child, "none group", r"node 0 .*(Too many open files|file descriptors left)")
         check(child, "none save", r"Too many open files.*saved.*no file descriptor left of \d+.*ulimit -n")
-        check(child, "none push", r"Too many open files: '.*pushed.*node 0")
         check(child, "none spmd", r"\d+ file descriptors left of \d+.*for the store of dr.spmd.*ulimit -n")
         check(child, "none upload", "fine: 3000000.0")
-        for what in ("works", "again group", "again save", "again push", "again spmd", "again works"):
+        for what in ("works", "again group", "again save", "again spmd", "again works"):
             check(child, what if what.startswith("again") else f"none {what}", "fine")
 
 

@@ -53,9 +53,7 @@ assert isinstance(model.lm_head.weight, DTensor)
 # %% dr.save({"model": model, "loader": loader, "step": step}, path)
 assert tuple(x.shape) == (1000 % 128, 1, 28, 28) and x.place == dr.place(1, "cuda:0")
 model, step, path = torch.nn.Linear(8, 16).to(dr.place(1)), 7, "/data/going-on"
-# %% dr.data.push("corpus/", node=1)  # to the same path there
-Path("corpus").mkdir()
-Path("corpus/one.txt").write_text("one", encoding="utf-8")
+# %% from pathlib import Path
 Path("model.pt").write_text("two", encoding="utf-8")
 Path("/data/run7").mkdir()
 Path("/data/run7/log.csv").write_text("three", encoding="utf-8")

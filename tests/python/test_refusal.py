@@ -91,7 +91,6 @@ def test_a_worker_refuses_functions(worker: Start, tmp_path: Path) -> None:
             lambda: dr.RemoteModule(torch.nn.Linear, 2, 2, node=0),
             lambda: dr.load(path, node=0),
             lambda: dr.load(path, node=mesh),
-            lambda: dr.data.pull(path, 0, to=path),
         ):
             with pytest.raises(dr.errors.NotSupportedError, match=r"[s]tarted with --no-functions"):
                 use()

@@ -221,17 +221,6 @@ def test_saves_and_loads_are_bars(session: object, recorder: Recorder, tmp_path:
     until(lambda: any("100%" in text for text in recorder.ends))
 
 
-def test_a_file_that_is_pushed_has_a_bar(session: object, recorder: Recorder, tmp_path: Path) -> None:
-    (tmp_path / "data").write_bytes(b"x" * (32 << 20))
-
-    def pushed() -> bool:
-        there = tmp_path / f"there-{len([*tmp_path.iterdir()])}"
-        dr.data.push(tmp_path / "data", 1, there)
-        return recorder.has("pushing ")
-
-    until(pushed)
-
-
 def test_a_wait_says_about_how_long_the_rest_takes(session: object) -> None:
     wait = Wait(0.0, active_session().nodes[0], None, False, (0.0, 100), (10.0, 50))
     assert announce._estimate(wait, 10.0) == ", about 10 s left"

@@ -34,7 +34,7 @@ _MOVED = {
         "Fetched Memory NodeInfo Place Program Publication Publications RemoteFunction RemoteObject "
         "Session Settings SpmdFunction"
     ),
-    "workers": "Comparison LaunchSpec Launcher NodeChange WorkerProcess add_worker compare on_nodes ship",
+    "workers": "Comparison LaunchSpec Launcher WorkerProcess add_worker compare ship",
 }
 
 PARTS = {name: part for part, names in _MOVED.items() for name in names.split()}
@@ -51,4 +51,6 @@ GONE = {
     "replace_modules": "docs/looking.md has it in three lines, by torch's set_submodule",
     "push": "docs/data.md has it in two functions of a line each",
     "pull": "docs/data.md has it in two functions of a line each",
+    "NodeChange": "docs/launching.md says how a program sees that a worker is lost or has come",
+    "on_nodes": "docs/launching.md says how a program sees that a worker is lost or has come",
 }

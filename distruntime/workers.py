@@ -8,7 +8,6 @@ from . import first_use as _first_use
 
 if typing.TYPE_CHECKING:
     from .cluster.workers import add_worker, restart
-    from .launching.changes import NodeChange, on_nodes
     from .python.shipping import Comparison, compare, ship
     from .session.launcher import Launcher, LaunchSpec, WorkerProcess
 
@@ -18,11 +17,9 @@ __all__ = [
     "Comparison",
     "LaunchSpec",
     "Launcher",
-    "NodeChange",
     "WorkerProcess",
     "add_worker",
     "compare",
-    "on_nodes",
     "restart",
     "ship",
 ]

@@ -34,7 +34,7 @@ _MOVED = {
         "Fetched Memory NodeInfo Place Program Publication Publications RemoteFunction RemoteObject "
         "Session Settings SpmdFunction"
     ),
-    "workers": "Comparison LaunchSpec Launcher WorkerProcess add_worker compare ship",
+    "workers": "LaunchSpec Launcher WorkerProcess add_worker ship",
 }
 
 PARTS = {name: part for part, names in _MOVED.items() for name in names.split()}
@@ -53,4 +53,6 @@ GONE = {
     "pull": "docs/data.md has it in two functions of a line each",
     "NodeChange": "docs/launching.md says how a program sees that a worker is lost or has come",
     "on_nodes": "docs/launching.md says how a program sees that a worker is lost or has come",
+    "Comparison": "docs/shipping.md has a function of three lines that says what is installed there",
+    "compare": "docs/shipping.md has a function of three lines that says what is installed there",
 }

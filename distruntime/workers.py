@@ -1,4 +1,4 @@
-"""The workers themselves: how they start, more of them, others in their place, what is installed there."""
+"""The workers themselves: how they start, more of them, others in their place, your packages there."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from . import first_use as _first_use
 
 if typing.TYPE_CHECKING:
     from .cluster.workers import add_worker, restart
-    from .python.shipping import Comparison, compare, ship
+    from .python.shipping import ship
     from .session.launcher import Launcher, LaunchSpec, WorkerProcess
 
 _first_use.lend(__name__)
 
 __all__ = [
-    "Comparison",
     "LaunchSpec",
     "Launcher",
     "WorkerProcess",
     "add_worker",
-    "compare",
     "restart",
     "ship",
 ]

@@ -1,4 +1,4 @@
-"""What a worker does with packages of the user's that come, and what it says of those that it has.
+"""What a worker does with packages of the user's that come.
 
 These functions travel to workers.
 """
@@ -6,10 +6,8 @@ These functions travel to workers.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import io
 import os
-import platform
 import shutil
 import sys
 import tempfile
@@ -60,26 +58,3 @@ def _folder(state: ModuleType) -> str:
     if found is None:
         found = state.__dict__["folder"] = str(scratch_folder("code"))
     return found
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python, of torch and of each installed package, by name."""
-    found = {
-        normal(d.metadata["Name"]): d.version
-        for d in importlib.metadata.distributions()
-        if d.metadata["Name"]
-    }
-    state = sys.modules.get(STATE)
-    for name, (digest, *_) in (state.__dict__.get("known", {}) if state is not None else {}).items():
-        found[normal(name)] = shown(digest)
-    return {**found, "python": platform.python_version(), "torch": str(torch.__version__)}
-
-
-def normal(name: str) -> str:
-    """Return a package's name in one spelling."""
-    return name.lower().replace("_", "-").replace(".", "-")
-
-
-def shown(digest: str) -> str:
-    """Return what stands for the version of a package that was shipped."""
-    return f"shipped {digest[:8]}"

@@ -1,4 +1,4 @@
-"""`dr.workers.ship` and `dr.workers.compare`: the user's packages on the workers, and what each node has."""
+"""`dr.workers.ship`: the user's packages on the workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 import io
 import os
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -16,25 +16,18 @@ import torch
 from ..errors import UsageError, without_our_frames
 from ..guards.own_code import send_by_name
 from ..log.handle import Residence
-from ..log.node import Node
 from ..operators.proxies import wrap
 from ..operators.transfer import upload
 from ..session.session import active_session, session_of_log
-from ..session.tables import table_html, table_text
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
-from .callee import before_code, runs_our_code
+from .callee import before_code
 from .sent import host, run_at
-from .sent_code import install, normal, shown, versions
+from .sent_code import install
 
 # An archive may have so many bytes: more is data.
 _MOST = 256 << 20
 _LEFT_OUT = ("__pycache__",)
-# Each version of Python knows what this is.
-_INSTALLED = (
-    "{d.metadata['Name']: d.version for d in __import__('importlib.metadata').metadata.distributions() "
-    "if d.metadata['Name']}"
-)
 # Equal files give equal archives.
 _DATE = (1980, 1, 1, 0, 0, 0)
 
@@ -191,74 +184,3 @@ def _below(folder: str) -> Iterator[tuple[str, str]]:
             path = os.path.join(above, name)
             if not name.startswith(".") and os.path.isfile(path):
                 yield os.path.relpath(path, folder).replace(os.sep, "/"), path
-
-
-# -- what is installed ---------------------------------------------------------------------------------------
-
-
-class Comparison:
-    """What is installed on each node; prints as a table.
-
-    `versions` has, by name ("python", "torch", then packages), the version here and on each node: None where
-    it is missing. `differences` has the names that are not the same everywhere.
-    """
-
-    def __init__(
-        self, nodes: Sequence[int], versions: Mapping[str, tuple[str | None, ...]], every: bool
-    ) -> None:
-        self.nodes, self.versions = tuple(nodes), dict(versions)
-        self.differences = [name for name, found in self.versions.items() if len(set(found)) > 1]
-        self._shown = [
-            name for name in self.versions if every or name in ("python", "torch") or name in self.differences
-        ]
-
-    def _rows(self) -> list[list[str]]:
-        head = ["", "package", "here", *(f"node {node}" for node in self.nodes)]
-        return [head, *(self._row(name) for name in self._shown)]
-
-    def _row(self, name: str) -> list[str]:
-        mark = "differs" if name in self.differences else ""
-        return [mark, name, *(version or "missing" for version in self.versions[name])]
-
-    def _rest(self) -> str:
-        same = len(self.versions) - len(self._shown)
-        return (
-            f"{same} more are the same on all: dr.workers.compare(packages=[...]) shows some" if same else ""
-        )
-
-    def __repr__(self) -> str:
-        rest = self._rest()
-        return table_text(self._rows()) + (f"\n {rest}" if rest else "")
-
-    def _repr_html_(self) -> str:
-        return table_html(self._rows()) + f"<p>{self._rest()}</p>"
-
-
-def _versions_at(node: Node) -> object:
-    """Ask for the versions on a node. To another version of Python travels a text instead of our code."""
-    if runs_our_code(node):
-        return run_at(host(node.index), versions, "dr.workers.compare")
-    told = {"python": node.welcome.python, "torch": node.welcome.torch}
-    return run_at(host(node.index), eval, "dr.workers.compare", f"{{**{_INSTALLED}, **{told!r}}}")
-
-
-@without_our_frames
-def compare(packages: str | Sequence[str] | None = None) -> Comparison:
-    """Return the versions of Python, torch and installed packages, here and on each node, side by side.
-
-    It prints as a table of what differs, or of `packages`, a name or several. Block for one round trip.
-    """
-    session = active_session()
-    living = session.living(None)
-    asked = [_versions_at(node) for node in living]
-    here = {**versions(), **{normal(s.name): shown(s.digest) for s in _shipped}}
-    told: list[dict[str, str]] = [here, *fetch(asked)]  # type: ignore[list-item]
-    tables = [{normal(name): version for name, version in table.items()} for table in told]
-    wanted = [packages] if isinstance(packages, str) else packages
-    every = {name for table in tables for name in table} - {"python", "torch"}
-    names = sorted(every) if wanted is None else [*map(normal, wanted)]
-    rows = {
-        name: tuple(table.get(name) for table in tables)
-        for name in dict.fromkeys(["python", "torch", *names])
-    }
-    return Comparison([node.index for node in living], rows, wanted is not None)

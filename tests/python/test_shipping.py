@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import os
 import sys
@@ -61,9 +60,7 @@ def files(name: str) -> list[str]:
 def test_a_package_is_imported_there_once_it_is_shipped(session: object, package: tuple[Path, str]) -> None:
     _, name = package
     call = dr.remote(imported)
-    with pytest.raises(
-        ModuleNotFoundError, match=rf'send it, dr\.workers\.ship\("{name}"\); dr\.workers\.compare\(\) lists'
-    ):
+    with pytest.raises(ModuleNotFoundError, match=rf'send it, dr\.workers\.ship\("{name}"\)'):
         dr.fetch(call(name, node=1))
     dr.workers.ship(name)
     assert dr.fetch([call(name, node=0), call(name, node=1)]) == [1, 1]
@@ -154,30 +151,6 @@ def test_what_stands_in_torchs_place_travels_as_torchs_own(session: object, tmp_
 def test_what_cannot_be_shipped_is_refused(session: object, what: str, why: str) -> None:
     with pytest.raises(dr.errors.UsageError, match=why):
         dr.workers.ship(what)
-
-
-def test_the_nodes_are_compared(session: object, package: tuple[Path, str]) -> None:
-    _, name = package
-    dr.workers.ship(name, node=1)
-    found = dr.workers.compare()
-    assert found.nodes == (0, 1) and name in found.differences
-    here, there, other = found.versions[name]
-    assert (there, other) == (None, here) and str(here).startswith("shipped ")
-    assert len(set(found.versions["torch"])) == 1 and "torch" not in found.differences
-    text = repr(found)
-    assert "differs  " + name in text and "missing" in text and "more are the same on all" in text
-    assert "numpy" not in text and "<td>" in found._repr_html_()
-    named = dr.workers.compare(packages="numpy")
-    assert list(named.versions) == ["python", "torch", "numpy"] and "numpy" in repr(named)
-
-
-def test_a_node_with_another_python_is_compared(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = session.nodes[1]
-    monkeypatch.setattr(node, "welcome", dataclasses.replace(node.welcome, python="3.99.1"))
-    found = dr.workers.compare()
-    assert found.versions["python"][2] == "3.99.1" and "python" in found.differences
-    assert len(set(found.versions["torch"])) == 1
-    assert len(set(found.versions["numpy"])) == 1 and len(set(found.versions["typing-extensions"])) == 1
 
 
 def test_threads_send_functions_while_others_import(monkeypatch: pytest.MonkeyPatch) -> None:

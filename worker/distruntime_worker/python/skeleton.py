@@ -52,8 +52,8 @@ def load(pickled: bytes, operands: Sequence[object], device: Real) -> object:
         raise UsageError(missing(error)) from error
     except AttributeError as error:
         raise UsageError(
-            f"the code on this worker is another version than yours: {error}. dr.workers.compare() lists "
-            "what each node has; dr.workers.ship(module) sends yours"
+            f"the code on this worker is another version than yours: {error}. dr.workers.ship(module) "
+            "sends yours"
         ) from error
 
 
@@ -61,8 +61,7 @@ def missing(error: ModuleNotFoundError) -> str:
     """Return what to do about a module that this worker does not have."""
     return (
         f"the module {error.name!r} is not installed on this worker: install it there, or send it, "
-        f'dr.workers.ship("{(error.name or "").partition(".")[0]}"); '
-        "dr.workers.compare() lists what each node has"
+        f'dr.workers.ship("{(error.name or "").partition(".")[0]}")'
     )
 
 

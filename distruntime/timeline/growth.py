@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..cluster.memory import grown
 from ..log.handle import Place
 from ..log.node import Node
 from ..session.holders import Holder, held
@@ -49,6 +48,19 @@ class Growth:
             }
             for one in grown(self._before, _now(living))[:_MOST]
         ]
+
+
+def grown(before: dict[tuple[Place, str], Holder], now: dict[tuple[Place, str], Holder]) -> list[Holder]:
+    """Return what lines hold more than before, in bytes and tensors, the most first."""
+    found = []
+    for key, line in now.items():
+        old = before.get(key)
+        nbytes = line.nbytes - (0 if old is None else old.nbytes)
+        if nbytes > 0:
+            found.append(
+                Holder(nbytes, line.tensors - (0 if old is None else old.tensors), line.place, line.line)
+            )
+    return sorted(found, key=lambda line: -line.nbytes)
 
 
 def _now(nodes: Sequence[Node]) -> dict[tuple[Place, str], Holder]:

@@ -284,5 +284,5 @@ def _growth(program: _Program, name: str) -> list[str]:
     seconds = looks[-1][0] - looks[0][0]
     return [
         f"session {name} holds {size_text(more)} more than {span(seconds)} ago, and grows: in its program, "
-        'dr.memory(by="time") names the lines that do, and so does dr.trace with dr.why_slow'
+        "dr.trace names the lines that do, with dr.why_slow"
     ]

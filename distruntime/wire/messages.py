@@ -492,20 +492,11 @@ class SeenSession(NamedTuple):
     waits: str
 
 
-class MemoryLook(NamedTuple):
-    """What memory a worker had `ago` seconds ago, for each of its devices; None where nobody knows."""
-
-    ago: float
-    nbytes: list[int | None]
-
-
 class Activity(NamedTuple):
-    """What a worker's streams do, with `every` seconds between two looks, and its memory over time."""
+    """What a worker's streams do, with `every` seconds between two looks."""
 
     every: float
     sessions: list[SeenSession]
-    devices: list[str]
-    memory: list[MemoryLook]
 
 
 class ClockTimes(NamedTuple):

@@ -57,7 +57,7 @@ def note_of(text: str, *parts: str) -> str:
     [
         ("read", ["the program waits at", line_of("the slow read"), "dr.fetch([...])"]),
         ("node", ["node 1 is late", "node 0 waits for it", "for_so_long", line_of("the slow node")]),
-        ("leak", ["session planted holds", "more than", 'dr.memory(by="time")', "dr.trace"]),
+        ("leak", ["session planted holds", "more than", "dr.trace"]),
         (
             "stuck",
             [
@@ -98,7 +98,7 @@ def stream(seen: str, running: str | None = None, seconds: float = 0.0, **more: 
 
 def answer(node: int, row: StreamRow, held: int = 0, at: str = "", waits: str = "") -> Answer[Activity]:
     seen = SeenSession("day", node, {"cpu": held}, [row], at, waits)
-    return Answer(f"tcp://w{node}", Activity(0.05, [seen], ["cpu"], []))
+    return Answer(f"tcp://w{node}", Activity(0.05, [seen]))
 
 
 def text(*looks: list[Answer[Activity]]) -> str:
@@ -162,5 +162,5 @@ def test_what_a_worker_says_cannot_steer_a_terminal() -> None:
 def test_many_streams_are_counted() -> None:
     rows = [stream("c" * 4) for _ in range(20)]
     seen = SeenSession("day", 0, {}, rows, "", "")
-    found = text([Answer("tcp://a", Activity(0.05, [seen], ["cpu"], []))])
+    found = text([Answer("tcp://a", Activity(0.05, [seen]))])
     assert found.count("|####|") == 16 and "4 more" in found and "holds nothing" in found

@@ -27,7 +27,6 @@ from distruntime.wire.messages import BEFORE_INSTRUCTION, Activity, SessionRow, 
 from ..machine import hardware
 from ..machine.devices import Devices
 from . import activity
-from .history import History
 from .session import Session
 
 log = logging.getLogger("distruntime.worker")
@@ -51,23 +50,21 @@ class Reporter:
         self._devices, self._sessions, self._address = devices, sessions, address
         self._started = time.monotonic()
         self._looks: deque[tuple[float, float]] = deque(maxlen=_LOOKS)
-        self._history, self.seen = History(devices), activity.Activity(sessions)
+        self.seen = activity.Activity(sessions)
         self.look()
 
     def look(self) -> None:
-        """Note the processor time and the memory of this process, and what its sessions run.
+        """Note the processor time of this process, and what its sessions run.
 
         The daemon calls this twice a second.
         """
         self._looks.append((time.monotonic(), time.process_time()))
-        self._history.look()
         for session in self._sessions.values():
             session.executor.status()
 
     def activity(self) -> Activity:
-        """Return what the streams do, and the memory over time. Look at them for some seconds more."""
-        every, sessions = self.seen.rows()
-        return Activity(every, sessions, self._devices.names, self._history.rows())
+        """Return what the streams do. Look at them for some seconds more."""
+        return Activity(*self.seen.rows())
 
     def report(self) -> WorkerReport:
         """Return what is known of this worker now."""

@@ -21,14 +21,14 @@ def test_the_unit_runs_the_worker_with_the_same_arguments(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    (tmp_path / "worker.toml").write_text("listen = 'tcp://0.0.0.0:29400'\n", encoding="utf-8")
-    assert cli.main(["--config", "worker.toml", "--print-systemd", "--max-memory", "50%"]) == 0
+    listen = ("--listen", "tcp://0.0.0.0:29400")
+    assert cli.main([*listen, "--key", "key", "--print-systemd", "--max-memory", "50%"]) == 0
     printed = capsys.readouterr().out
     (command,) = [line for line in printed.splitlines() if line.startswith("ExecStart=")]
     # systemd quotes words as a shell does, and gives a percent sign a meaning of its own.
     assert shlex.split(command.removeprefix("ExecStart=")) == [
         *(sys.executable, "-m", "distruntime_worker"),
-        *("--config", f"{tmp_path}/worker.toml", "--max-memory", "50%%"),
+        *(*listen, "--key", f"{tmp_path}/key", "--max-memory", "50%%"),
     ]
     assert "RestartPreventExitStatus=2" in printed
     assert 'x "a b$$"' in unit(["x", "a b$"]) and f"--key={tmp_path}/k" in unit(["--key=k"])

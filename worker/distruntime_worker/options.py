@@ -20,19 +20,13 @@ def parser() -> argparse.ArgumentParser:
         description="Hold tensors and run operations for a distruntime master.",
         epilog=(
             "`distruntime-worker keygen [FILE]` makes the key that the master and all workers share. Each "
-            "option may stand in a file (--config), or as DISTRUNTIME_WORKER_... in the environment."
+            "option may stand as DISTRUNTIME_WORKER_... in the environment."
         ),
         allow_abbrev=False,
     )
     _add_meeting(parser)
     _add_work(parser)
     _add_reports(parser)
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help='take settings from FILE too: TOML, with lines such as  listen = "tcp://0.0.0.0:29400"',
-    )
     parser.add_argument(
         "--print-systemd",
         action="store_true",

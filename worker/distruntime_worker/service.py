@@ -16,7 +16,7 @@ from typing import final
 from distruntime.wire.identity import user_name
 
 # These name files. A service runs in another folder than the person who asks for its unit.
-_FILES = ("--config", "--key", "--log-file")
+_FILES = ("--key", "--log-file")
 
 _UNIT = """\
 [Unit]
@@ -28,6 +28,7 @@ After=network-online.target
 [Service]
 Type=exec
 User={user}
+EnvironmentFile=-/etc/default/distruntime-worker
 ExecStart={command}
 # Exit code 2 means settings that cannot be used.
 Restart=on-failure

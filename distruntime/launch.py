@@ -16,7 +16,7 @@ from .cluster.local_workers import LocalLauncher
 from .cluster.log_files import log_folder
 from .cluster.named_sessions import folder
 from .errors import ConfigurationError, DistruntimeError
-from .launching import kubernetes, ranks, slurm
+from .launching import ranks, slurm
 from .launching.job import Job, Meeting, run
 from .launching.programs import end_with_parent
 from .launching.script import Script, command
@@ -39,8 +39,6 @@ def launch(options: argparse.Namespace) -> int:
             raise ConfigurationError(
                 "got no script to run: distruntime launch -n 4 train.py, or `repl` for a prompt"
             )
-        if options.kubernetes:
-            return _print_manifests(options, words)
         if options.mpi:
             return _be_a_rank(options, words)
         if options.hosts is not None or options.hostfile is not None:
@@ -214,26 +212,6 @@ def _repeated(options: argparse.Namespace) -> list[str]:
         *(["--no-python"] if options.no_python else []),
         *(["-m"] if options.module else []),
     ]
-
-
-def _print_manifests(options: argparse.Namespace, words: list[str]) -> int:
-    if not options.dry_run or not options.image:
-        raise ConfigurationError(
-            "got --kubernetes, which only prints manifests: give --dry-run and --image too, and hand the "
-            "output to kubectl: distruntime launch --kubernetes --dry-run --image registry/train:1 -n 4 "
-            "train.py | kubectl apply -f -"
-        )
-    pods = kubernetes.Pods(
-        options.name,
-        options.image,
-        options.count or _COUNT,
-        options.gpus,
-        options.namespace,
-        options.max_restarts,
-        [*_repeated(options), *words],
-    )
-    print(kubernetes.text(kubernetes.manifests(pods)))
-    return 0
 
 
 def _be_a_rank(options: argparse.Namespace, words: list[str]) -> int:

@@ -19,7 +19,7 @@ def add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command `launch` and its options."""
     parser = commands.add_parser(
         "launch",
-        help="start workers here, on other machines, by Slurm, MPI, Kubernetes or Ray, and then a script",
+        help="start workers here, on other machines, by Slurm, MPI or Ray, and then a script",
         description=_DESCRIPTION,
         allow_abbrev=False,
     )
@@ -86,9 +86,6 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
         help="this is one of the processes of mpirun or srun: rank 0 runs the script, the others are workers",
     )
     where.add_argument("--ray", action="store_true", help="start workers as actors of a Ray cluster")
-    where.add_argument(
-        "--kubernetes", action="store_true", help="print a Job for Kubernetes: with --dry-run, --image"
-    )
 
 
 def _add_for_clusters(parser: argparse.ArgumentParser) -> None:
@@ -122,13 +119,8 @@ def _add_for_clusters(parser: argparse.ArgumentParser) -> None:
         metavar="ADDRESS",
         help="where rank 0 is, such as tcp://node1:29400, instead of such a folder; each machine has the key",
     )
-    pods = parser.add_argument_group("with --kubernetes")
-    pods.add_argument("--image", metavar="IMAGE", help="the image of the pods")
-    pods.add_argument("--name", default="distruntime", metavar="NAME", help="what the Job is called")
-    pods.add_argument("--namespace", default="", metavar="NAME", help="the namespace")
-    pods.add_argument(
-        "--gpus", type=_count, default=0, metavar="N", help="GPUs of each worker (with --ray, too)"
-    )
+    ray = parser.add_argument_group("with --ray")
+    ray.add_argument("--gpus", type=_count, default=0, metavar="N", help="GPUs of each worker")
 
 
 def _count(text: str) -> int:

@@ -32,7 +32,7 @@ NOT_HERE = [
     ("launching", "salloc ", "a cluster of Slurm; tests/launching/test_slurm.py has one"),
     ("launching", "distruntime launch --slurm", "a cluster of Slurm; tests/launching/test_slurm.py has one"),
     ("launching", "mpirun ", "MPI; tests/launching/test_launch.py plays its part"),
-    ("launching", "distruntime launch --kubernetes", "a cluster of Kubernetes, for what it pipes to"),
+    ("launching", "distruntime-worker keygen key && kubectl", "a cluster of Kubernetes"),
     ("launching", "kubectl ", "a cluster of Kubernetes"),
     (
         "launching",

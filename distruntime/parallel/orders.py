@@ -6,7 +6,7 @@ own. One process issues for all of them here, so their orders are merged. Each p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.pipelining import schedules as _torch_schedules
@@ -208,27 +208,3 @@ def grid(orders: Mapping[int, Sequence[Any]]) -> list[str]:
         )
         for _, order in sorted(orders.items())
     ]
-
-
-def time_of(orders: Mapping[int, Sequence[Any]], last: int, cost: Callable[[int, str], float]) -> float:
-    """Return how long these orders take, in seconds, where nothing but their passes takes time.
-
-    `cost` is called with a stage and a kind, "F", "B", "I" or "W", and returns the seconds of such a pass.
-    """
-    ends: dict[tuple[int, str, int], float] = {}
-    free = dict.fromkeys(orders, 0.0)
-    for action in merged(orders, last):
-        rank = next(rank for rank, order in orders.items() if action in order)
-        for part in action.sub_actions or (action,):
-            stage, kind, k = part.stage_index, part.computation_type.value, part.microbatch_index
-            if not part.is_compute_op:
-                continue
-            needs = {
-                "F": [(stage - 1, "F", k)],
-                "B": [(stage + 1, "I", k)],
-                "I": [(stage + 1, "I", k)],
-                "W": [],
-            }[kind]
-            begin = max([free[rank], *(ends[one] for one in needs if one in ends)])
-            free[rank] = ends[stage, "I" if kind == "B" else kind, k] = begin + cost(stage, kind)
-    return max(free.values())

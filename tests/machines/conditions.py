@@ -55,7 +55,7 @@ _PATHS = (
     "tests/cluster/test_sessions.py tests/launching/test_launch.py tests/launching/test_job.py "
     "tests/launching/test_ssh_parts.py tests/wire/test_keys.py tests/wire/test_scratch.py "
     "tests/wire/test_shared_memory.py tests/worker/test_cli.py tests/worker/test_settings.py "
-    "tests/worker/test_service.py tests/python/test_files.py tests/python/test_shipping.py "
+    "tests/worker/test_service.py tests/python/test_shipping.py "
     "tests/python/test_output.py tests/session/test_tracebacks.py tests/session/test_prompt.py "
     "tests/checkpoint/test_checkpoint.py tests/checkpoint/test_checkpoint_failures.py "
     "tests/publishing/test_signing.py tests/test_commands.py tests/test_hints.py tests/test_golden_errors.py "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 import distruntime as dr
-from distruntime.parallel.orders import orders_of, time_of
+from distruntime.parallel.orders import merged, orders_of
 
 from . import floors
 from .harness import Figure, seconds
@@ -26,6 +27,30 @@ SCHEDULES = {
     "ZBVZeroBubble": 8,
     "DualPipeV": 8,
 }
+
+
+def time_of(orders: Mapping[int, Sequence[Any]], last: int, cost: Callable[[int, str], float]) -> float:
+    """Return how long these orders take, in seconds, where nothing but their passes takes time.
+
+    `cost` is called with a stage and a kind, "F", "B", "I" or "W", and returns the seconds of such a pass.
+    """
+    ends: dict[tuple[int, str, int], float] = {}
+    free = dict.fromkeys(orders, 0.0)
+    for action in merged(orders, last):
+        rank = next(rank for rank, order in orders.items() if action in order)
+        for part in action.sub_actions or (action,):
+            stage, kind, k = part.stage_index, part.computation_type.value, part.microbatch_index
+            if not part.is_compute_op:
+                continue
+            needs = {
+                "F": [(stage - 1, "F", k)],
+                "B": [(stage + 1, "I", k)],
+                "I": [(stage + 1, "I", k)],
+                "W": [],
+            }[kind]
+            begin = max([free[rank], *(ends[one] for one in needs if one in ends)])
+            free[rank] = ends[stage, "I" if kind == "B" else kind, k] = begin + cost(stage, kind)
+    return max(free.values())
 
 
 def _nodes(schedule: str, stages: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import distruntime as dr
+from benchmarks.pipeline import time_of
 from distruntime.parallel.orders import NAMES, forward_orders, merged, orders_of
 from fewer import fewer
 from stages import IN_A_V, four_gpus, places, same_gradients
@@ -560,30 +561,6 @@ def test_the_merged_order_has_every_pass_once_and_each_after_what_it_needs(name:
         assert len(whole_or_split) == 8
         assert sum(str(action) == f"{stage}REDUCE_GRAD" for action in everything) == 1
     assert [str(a) for a in merged(forward_orders(orders), stages - 1) if a.is_compute_op] != []
-
-
-def time_of(orders: Mapping[int, Sequence[Any]], last: int, cost: Callable[[int, str], float]) -> float:
-    """Return how long these orders take, in seconds, where nothing but their passes takes time.
-
-    `cost` is called with a stage and a kind, "F", "B", "I" or "W", and returns the seconds of such a pass.
-    """
-    ends: dict[tuple[int, str, int], float] = {}
-    free = dict.fromkeys(orders, 0.0)
-    for action in merged(orders, last):
-        rank = next(rank for rank, order in orders.items() if action in order)
-        for part in action.sub_actions or (action,):
-            stage, kind, k = part.stage_index, part.computation_type.value, part.microbatch_index
-            if not part.is_compute_op:
-                continue
-            needs = {
-                "F": [(stage - 1, "F", k)],
-                "B": [(stage + 1, "I", k)],
-                "I": [(stage + 1, "I", k)],
-                "W": [],
-            }[kind]
-            begin = max([free[rank], *(ends[one] for one in needs if one in ends)])
-            free[rank] = ends[stage, "I" if kind == "B" else kind, k] = begin + cost(stage, kind)
-    return max(free.values())
 
 
 def test_bubbles_of_equal_passes_are_those_of_the_papers() -> None:

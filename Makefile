@@ -133,7 +133,7 @@ cluster: .venv/.tests
 	$(KEPT) PYTHONPATH=.:worker:tests/help $(BIN)/python tests/box/run.py $(ARGS)
 
 # The libraries have a venv of their own: they bring 200 packages, and their plug-ins would be found by the suite.
-# ARGS="timm peft" runs some, ARGS="--page docs/ecosystem.md" also writes the page's table.
+# ARGS="timm peft" runs some, ARGS="--page docs/tables/ecosystem.md" also writes the page's table.
 ecosystem: .venv-ecosystem/.libraries
 	$(KEPT) .venv-ecosystem/bin/python tests/ecosystem/run.py $(ARGS)
 
@@ -145,7 +145,7 @@ ecosystem: .venv-ecosystem/.libraries
 		-r tests/ecosystem/libraries.txt -e '.[tests]'
 	@touch $@
 
-# ARGS="nanoGPT cleanrl" runs some, ARGS="--kept" those that have no row yet, and ARGS="--page docs/ecosystem.md" also
+# ARGS="nanoGPT cleanrl" runs some, ARGS="--kept" those that have no row yet, and ARGS="--page docs/tables/ecosystem.md" also
 # writes the table of all rows that are kept.
 SCRIPTS ?= build/clones
 

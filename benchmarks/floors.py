@@ -25,7 +25,7 @@ import torch
 from .harness import free_port, seconds
 
 _OPERATIONS = 10_000
-# The floor of an operation on the quick machine of docs/benchmarks.md.
+# The floor of an operation on the quick machine of docs/tables/benchmarks.md.
 _QUICK = 4.3e-6
 NBYTES = 64 << 20
 

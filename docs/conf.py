@@ -92,6 +92,7 @@ SECTIONS = {
         "ecosystem",
         "from_other_systems",
         "benchmarks",
+        "tables/*",
         "torch_tests",
         "upstream",
         "reference/*",

@@ -2,7 +2,7 @@
 
 `dispatch` is what torch calls for every operator below autograd. A call whose signature has been seen costs
 one pass over its arguments, one dictionary hit, one wrapper and one append; everything else goes to
-`new_calls.first_time`. Measured on 2 shared cores (torch 2.13): see docs/benchmarks.md, "operation".
+`new_calls.first_time`. Measured on 2 shared cores (torch 2.13): see docs/tables/benchmarks.md, "operation".
 `tests/operators/test_plain_twin.py` holds it against a plain version of itself.
 """
 

@@ -115,7 +115,7 @@ def invoke(
 
 
 def _again(callee: Callee, entry: Entry, used: list[Handle], place: Residence, keep: Keep) -> object:
-    """Issue a call that is known; it costs what an operator costs: see docs/benchmarks.md."""
+    """Issue a call that is known; it costs what an operator costs: see docs/tables/benchmarks.md."""
     number, head, spec, _, part_of, keeper = entry
     node = place.node
     if node.busy:

@@ -1,7 +1,7 @@
 """Memory that the master keeps for large tensors, and shares with workers of the same machine: there no
 socket carries them.
 
-Measured on 2 shared cores, 64 MiB: see docs/benchmarks.md, "bandwidth". The pages are kept and used again,
+Measured on 2 cores, 64 MiB: see "bandwidth" in docs/tables/benchmarks.md. The pages are kept and used again,
 because fresh pages are what a large transfer costs: filling 64 MiB took 6 ms in kept pages and 60 to 120 ms
 in fresh ones. The files have no name but `/proc/PID/fd/N`, so the kernel frees them when the master dies,
 however it dies.

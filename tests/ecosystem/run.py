@@ -2,7 +2,7 @@
 
 Then it runs whole scripts that say "cuda" (programs.py), and prints another table.
 
-    python tests/ecosystem/run.py [case, script or library ...] [--page docs/ecosystem.md]
+    python tests/ecosystem/run.py [case, script or library ...] [--page docs/tables/ecosystem.md]
 
 `make ecosystem` installs the libraries first. Nothing is downloaded but packages: models are built from
 configs, and data are drawn. Each file of cases runs in a child process for each device. A child that dies

@@ -1,6 +1,6 @@
 """Runs scripts of other people's repositories here and on a worker, and compares what they print.
 
-    python tests/scripts/run.py FOLDER [part of a name ...] [--page docs/ecosystem.md]
+    python tests/scripts/run.py FOLDER [part of a name ...] [--page docs/tables/ecosystem.md]
 
 list.toml names the scripts, and FOLDER has the clones of their repositories, as OWNER/NAME. What is missing
 there is cloned. Each script runs in a fresh copy of its repository's commit, with small data that data.py

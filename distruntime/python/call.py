@@ -390,11 +390,7 @@ class Call:
                 torch.autograd.graph.increment_version(written)
 
     def _built(
-        self,
-        structure: object,
-        fresh: list[Handle],
-        tape: Handle | None,
-        here: Sequence[bool] | None = None,
+        self, structure: object, fresh: list[Handle], tape: Handle | None, here: Sequence[bool] | None = None
     ) -> object:
         """`here` says which tensors of the tape's are in the structure; None stands for all."""
         found = tensor_proxies(structure, fresh, self.operands)

@@ -65,10 +65,6 @@ class _Sent(Operand):
         self._handle = handle
 
 
-def _keep(handle: Handle, callee: Callee) -> RemoteObject:
-    return RemoteObject(handle, callee)
-
-
 class _Team:
     """The members' processes of one mesh: an object on each of its workers."""
 
@@ -86,13 +82,13 @@ class _Team:
         for number, (node, ranks) in enumerate(log.ranks.items()):
             devices = [str(log.members[k].local_device) for k in ranks]
             args = (ranks, len(log.members), number, len(log.ranks), devices, node.index)
-            made = invoke(self._callee, _of_objects, args, {}, self.places[node], _keep)
+            made = invoke(self._callee, _of_objects, args, {}, self.places[node], RemoteObject)
             assert isinstance(made, RemoteObject)
             self._members[node] = made
         node, first = next(iter(self._members.items()))
         listen = Callee("dr.spmd", "method listen")
         try:
-            found = fetch(invoke(listen, _of_objects, (first, proposed(node)), {}, None, _keep))
+            found = fetch(invoke(listen, _of_objects, (first, proposed(node)), {}, None, RemoteObject))
         except DistruntimeError:
             # What the other workers have failed with is known with this.
             for members in self._members.values():
@@ -115,7 +111,7 @@ class _Team:
         """
         reach, (host, port) = Callee("dr.spmd", "method reach"), self._address
         asked = {
-            node: invoke(reach, _of_objects, (members, host, port), {}, None, _keep)
+            node: invoke(reach, _of_objects, (members, host, port), {}, None, RemoteObject)
             for node, members in self._members.items()
         }
         for node, request in asked.items():
@@ -159,8 +155,7 @@ class _Team:
         callee = self._callee_of(name, code.digest, packed, operands, wants)
         # Workers would wait for each other if another thread issued a call or a collective between two parts.
         running = at_one_moment(
-            self.log.session,
-            lambda: self._issue(callee, code, packed, operands, wants, timeout),
+            self.log.session, lambda: self._issue(callee, code, packed, operands, wants, timeout)
         )
         for node in running:
             relieve(node)
@@ -173,7 +168,7 @@ class _Team:
                 (running[node], lane),
                 {},
                 None,
-                _keep,
+                RemoteObject,
             )
             for k, (node, lane) in enumerate(self.log.lanes)
         ]
@@ -207,7 +202,7 @@ class _Team:
                     ),
                     {},
                     None,
-                    _keep,
+                    RemoteObject,
                 )  # type: ignore[assignment]  # fmt: skip
         except BaseException:
             # The others would wait for a part that was not issued: its worker is lost, or Ctrl-C came.
@@ -218,7 +213,7 @@ class _Team:
         if len(running) > 1:
             after = self._callee.child("after", name, "method after")
             for members in self._members.values():
-                invoke(after, _of_objects, (members, call, *self._address, name), {}, None, _keep)
+                invoke(after, _of_objects, (members, call, *self._address, name), {}, None, RemoteObject)
         return running
 
     def _callee_of(
@@ -246,6 +241,7 @@ class _Team:
         operands: list[object] = [*given]
         wants: list[list[int] | None] = []
         for operand in given:
+            want = None
             if isinstance(operand, ByRank):
                 if len(operand) != len(self.log.members):
                     raise UsageError(
@@ -253,9 +249,7 @@ class _Team:
                         f"{len(self.log.members)}: a list by rank goes to functions of the mesh that it came "
                         "from"
                     )
-                wants.append(None)
-                continue
-            if isinstance(operand, UnevenTensor):
+            elif isinstance(operand, UnevenTensor):
                 if operand._residence is not self.home:
                     raise PlacementError(
                         f"{name} runs on {self.home.place}, and one of its arguments is on "
@@ -267,9 +261,7 @@ class _Team:
                         f"shapes ({shapes_of(operand._shards)}): gradients of the caller's tensors are for "
                         "shards of one shape. Pass x.detach(), and return what you need of its gradient"
                     )
-                wants.append(None)
-                continue
-            if isinstance(operand, DistributedTensor):
+            elif isinstance(operand, DistributedTensor):
                 if operand._handle.place is not self.home:
                     raise PlacementError(
                         f"{name} runs on {self.home.place}, and one of its arguments is on "
@@ -281,15 +273,14 @@ class _Team:
                     number = len(operands)
                     operands.append(gradient)
                 parameter = isinstance(operand, torch.nn.Parameter)
-                wants.append([int(operand.requires_grad), int(parameter), number])
-                continue
+                want = [int(operand.requires_grad), int(parameter), number]
             # A local tensor is sent to each worker.
-            if len(self.log.ranks) > 1 and not isinstance(operand, torch.Tensor):
+            elif len(self.log.ranks) > 1 and not isinstance(operand, torch.Tensor):
                 raise PlacementError(
                     f"{name} runs on {len(self.log.ranks)} workers, and one of its arguments is an object of "
                     "one of them: dr.fetch(x) brings a copy that can be passed"
                 )
-            wants.append(None)
+            wants.append(want)
         return operands, wants
 
     def _at(self, operand: object, k: int) -> object:
@@ -406,9 +397,5 @@ def spmd(
     if not isinstance(mesh, DeviceMesh):
         raise UsageError(f"dr.spmd takes a mesh, got {mesh!r:.60}: dr.init_device_mesh makes one")
     if fn is None:
-
-        def decorated(fn: Callable[P, R]) -> SpmdFunction[P, R]:
-            return SpmdFunction(fn, mesh, returns, timeout)
-
-        return decorated
+        return lambda fn: SpmdFunction(fn, mesh, returns, timeout)
     return SpmdFunction(fn, mesh, returns, timeout)

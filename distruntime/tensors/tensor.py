@@ -120,11 +120,7 @@ class DistributedTensor(torch.Tensor):
 
     @without_our_frames
     def to(
-        self,
-        *args: object,
-        device: DeviceLike | None = None,
-        node: int | None = None,
-        **kwargs: object,
+        self, *args: object, device: DeviceLike | None = None, node: int | None = None, **kwargs: object
     ) -> torch.Tensor:
         """Return the tensor at another place or with another dtype, as `Tensor.to`. To the CPU here: blocks.
 

@@ -16,7 +16,8 @@ from ..session.session import active_session
 from ..wire.data_channel import MOVES, REDUCES
 from .expected import (
     KINDS,
-    Tensors,
+    LARGE,
+    Drawn,
     accelerator_of,
     killed,
     move_to,
@@ -27,8 +28,6 @@ from .expected import (
 )
 
 _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
-# So many numbers of float32 are 16 MiB.
-_LARGE = 4 << 20
 # A member's death must be noticed within so many seconds.
 _PROMPT = 30.0
 _ROUNDS = 3
@@ -76,7 +75,7 @@ def check_data_channel(
                 dr.shutdown()
 
 
-class _Check:
+class _Check(Drawn):
     """The checks with one number of members."""
 
     def __init__(self, name: str, size: int) -> None:
@@ -99,7 +98,7 @@ class _Check:
             self.places = [accelerator_of(k) for k in range(size)]
             self.group = dr.distributed.new_group(self.places, backend=name)
         self.has = self.group.capabilities
-        self._random = torch.Generator().manual_seed(size)
+        super().__init__(self.places, seed=size)
 
     def all(self) -> None:
         """Run the checks that leave the session as it was."""
@@ -123,39 +122,6 @@ class _Check:
                 f"data channel {self.name!r}, {self.size} members, {what}: {error}"
             ) from error
 
-    def draw(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        """Return small whole numbers, so that sums and products are exact in any dtype."""
-        low, high = (0, 2) if dtype == torch.bool else (1, 4)
-        whole = torch.randint(
-            low, high, shape if shape != (_LARGE,) else (_LARGE >> 6,), generator=self._random
-        ).to(dtype)
-        # Drawing so many numbers takes long.
-        return whole if whole.shape == shape else whole.repeat(1 << 6)
-
-    def rows(self, dtype: torch.dtype, *shape: int) -> Tensors:
-        """Return one such tensor for each member, here."""
-        return [self.draw(dtype, *shape) for _ in self.places]
-
-    def there(self, rows: Sequence[torch.Tensor]) -> Tensors:
-        """Return them where the members are."""
-        return [self.at(rank, row) for rank, row in enumerate(rows)]
-
-    def at(self, rank: int, value: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of that member."""
-        with dr.on(self.places[rank].node, self.places[rank].local_device):
-            return value.to("remote")
-
-    def lists(self, dtype: torch.dtype, *shape: int) -> list[Tensors]:
-        """Return a list of zeros for each member, one for each."""
-        return [
-            self.there_at(rank, [torch.zeros(shape, dtype=dtype) for _ in self.places])
-            for rank in range(self.size)
-        ]
-
-    def there_at(self, rank: int, values: Sequence[torch.Tensor]) -> Tensors:
-        """Return tensors of one member."""
-        return [self.at(rank, value) for value in values]
-
     def shapes(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
         """Return the dtypes and shapes that every operation which moves data is tried with."""
         return [*((dtype, (5, 3)) for dtype in KINDS), (torch.float32, ()), (torch.int32, (0, 4))]
@@ -164,7 +130,7 @@ class _Check:
 
     def send(self) -> None:
         """Copies: of every dtype and form, and between every two members."""
-        for dtype, shape in [*self.shapes(), (torch.float32, (_LARGE,))]:
+        for dtype, shape in [*self.shapes(), (torch.float32, (LARGE,))]:
             self._copy(0, 1, self.draw(dtype, *shape), lambda x: x)
         base = self.draw(torch.float32, 64, 48)
         for form in (
@@ -206,8 +172,8 @@ class _Check:
                 require_same(arrived, [form for v in values for form in (v, -v)])
 
     def broadcast(self) -> None:
-        for dtype, shape in [*self.shapes(), (torch.float32, (_LARGE,))]:
-            for root in (0, self.size - 1) if shape != (_LARGE,) else (0,):
+        for dtype, shape in [*self.shapes(), (torch.float32, (LARGE,))]:
+            for root in (0, self.size - 1) if shape != (LARGE,) else (0,):
                 rows = self.rows(dtype, *shape)
                 with self.trying(f"broadcast from rank {root} of {text_of(rows[0])}"):
                     tensors = self.there(rows)
@@ -292,7 +258,7 @@ class _Check:
                     require_same(tensors, [reduced_here(op, rows)] * self.size)
         # The check takes float32 or int32 if the channel can.
         op, given, dtype = min(self._declared(), key=lambda declared: abs(declared[2].itemsize - 4))
-        rows = self.rows(dtype, _LARGE)
+        rows = self.rows(dtype, LARGE)
         with self.trying(f"all_reduce by {op} of {text_of(rows[0])}"):
             tensors = self.there(rows)
             dr.distributed.all_reduce(tensors, given, group=self.group)
@@ -405,7 +371,7 @@ class _Check:
             # Nobody has read the failure of the one before at this member.
             with suppress(dr.errors.NodeFailed):
                 dr.synchronize(1)
-            value = self.at(1, self.draw(torch.float32, _LARGE))
+            value = self.at(1, self.draw(torch.float32, LARGE))
             dr.synchronize(1)
             with killed(pids[1]):
                 arrived = move_to(value, self.places[0])

@@ -27,8 +27,51 @@ KINDS = (
 )
 
 FACTOR = 0.5
+# So many numbers of float32 are 16 MiB.
+LARGE = 4 << 20
 
 Tensors = list[torch.Tensor]
+
+
+class Drawn:
+    """Tensors for members at some places, the same in each run."""
+
+    def __init__(self, places: Sequence[dr.types.Place], seed: int) -> None:
+        self.places, self.size = list(places), len(places)
+        self._random = torch.Generator().manual_seed(seed)
+
+    def draw(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        """Return small whole numbers, so that sums and products are exact in any dtype."""
+        low, high = (0, 2) if dtype == torch.bool else (1, 4)
+        whole = torch.randint(
+            low, high, shape if shape != (LARGE,) else (LARGE >> 6,), generator=self._random
+        ).to(dtype)
+        # Drawing so many numbers takes long.
+        return whole if whole.shape == shape else whole.repeat(1 << 6)
+
+    def rows(self, dtype: torch.dtype, *shape: int) -> Tensors:
+        """Return one such tensor for each member, here."""
+        return [self.draw(dtype, *shape) for _ in self.places]
+
+    def there(self, rows: Sequence[torch.Tensor]) -> Tensors:
+        """Return them where the members are."""
+        return [self.at(rank, row) for rank, row in enumerate(rows)]
+
+    def at(self, rank: int, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of that member."""
+        with dr.on(self.places[rank].node, self.places[rank].local_device):
+            return value.to("remote")
+
+    def lists(self, dtype: torch.dtype, *shape: int) -> list[Tensors]:
+        """Return a list of zeros for each member, one for each."""
+        return [
+            self.there_at(rank, [torch.zeros(shape, dtype=dtype) for _ in self.places])
+            for rank in range(self.size)
+        ]
+
+    def there_at(self, rank: int, values: Sequence[torch.Tensor]) -> Tensors:
+        """Return tensors of one member."""
+        return [self.at(rank, value) for value in values]
 
 
 def accelerator_of(node: int) -> dr.types.Place:

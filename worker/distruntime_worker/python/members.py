@@ -21,13 +21,7 @@ import cloudpickle
 import torch
 import torch.distributed
 
-from distruntime.errors import (
-    InternalError,
-    NotSupportedError,
-    SessionClosed,
-    StreamCancelled,
-    WaitTimeout,
-)
+from distruntime.errors import InternalError, NotSupportedError, SessionClosed, StreamCancelled, WaitTimeout
 from distruntime.wire.deadlines import MEET
 from distruntime.wire.shield import RLock
 
@@ -234,10 +228,8 @@ class Members:
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
             self._children.append(self._nursery.fork(["member"], environment))
-        threads = (
-            0 if os.environ.get("OMP_NUM_THREADS") else max(1, torch.get_num_threads() // len(self._ranks))
-        )
-        self._group(call, host, port, name, check, threads)
+        fair = max(1, torch.get_num_threads() // len(self._ranks))
+        self._group(call, host, port, name, check, 0 if os.environ.get("OMP_NUM_THREADS") else fair)
 
     def _group(self, call: int, host: str, port: int, name: str, check: Check, threads: int = 0) -> None:
         """Have the members begin torch.distributed, and take so many threads; 0 leaves what they have."""
@@ -253,11 +245,9 @@ class Members:
         return lane if device.type == "cpu" or device.index is None else device.index
 
     def _send(self, child: Child, out: Outgoing, message: object) -> None:
-        try:
+        # `_results` finds out that one has ended.
+        with suppress(OSError):
             out.send(child.link, message)
-        except OSError:
-            # It has ended, which `_results` finds out.
-            pass
 
     def _hand_over(
         self,
@@ -325,11 +315,9 @@ class Members:
 
     def _answer(self, lane: int, name: str) -> object:
         child, member = self._children[lane], self._names[lane]
-        incoming: Incoming | None
-        try:
+        incoming: Incoming | None = None
+        with suppress(OSError):
             incoming = receive(child.link)
-        except OSError:
-            incoming = None
         self._print(lane)
         if incoming is None:
             assert self._nursery is not None
@@ -365,9 +353,7 @@ class Members:
         if self._around.closed():
             raise SessionClosed(f"the session ended while {name} ran")
         if deadline is not None and time.monotonic() > deadline:
-            raise WaitTimeout(
-                f"{name} did not return within its timeout; the processes of its mesh were ended"
-            )
+            raise WaitTimeout(f"{name} did not return within its timeout; its mesh's processes were ended")
 
     def _print(self, lane: int, all_of_it: bool = True) -> None:
         """Print what a member has printed, with its rank; a line without an end only if `all_of_it`."""

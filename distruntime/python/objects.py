@@ -62,7 +62,7 @@ class RemoteObject(Operand, Fetchable):
         """Issue what the worker does under a name with this object."""
         maker = self._maker
         callee = maker.child(what, shown or f"{maker.name} {what}", what)
-        return invoke(callee, _of_objects, (self, *args), {}, None, keep)
+        return invoke(callee, _of_objects, (self, *args), {}, None, RemoteObject)
 
     def _kept(self, what: str) -> RemoteObject:
         """Issue what the worker does under a name, and whose result is an object: nobody is asked what it is.
@@ -70,14 +70,18 @@ class RemoteObject(Operand, Fetchable):
         Return at once.
         """
         maker = self._maker
-        found = invoke(maker.child(what, f"{maker.name} {what}", what), _kept, (self,), {}, None, keep)
+        found = invoke(
+            maker.child(what, f"{maker.name} {what}", what), _kept, (self,), {}, None, RemoteObject
+        )
         assert isinstance(found, RemoteObject)
         return found
 
     def __call__(self, *args: object, **kwargs: object) -> Result:
         """Call it on its worker."""
         maker = self._maker
-        return invoke(maker.child("call", maker.name, "call"), _of_objects, (self, *args), kwargs, None, keep)
+        return invoke(
+            maker.child("call", maker.name, "call"), _of_objects, (self, *args), kwargs, None, RemoteObject
+        )
 
     @without_our_frames
     def __getattr__(self, name: str) -> Result:
@@ -290,7 +294,7 @@ class RemoteMethod(RemoteObject):
         if name == "_handle":
             # Whoever wants the method as a value gets it here.
             callee = self._maker.child("getattr", self._maker.name, f"getattr {self._name}")
-            found = invoke(callee, _kept, (self._owner,), {}, None, keep)
+            found = invoke(callee, _kept, (self._owner,), {}, None, RemoteObject)
             assert isinstance(found, RemoteObject)
             _set(self, "_handle", found._handle)
             return found._handle
@@ -299,7 +303,7 @@ class RemoteMethod(RemoteObject):
     def __call__(self, *args: object, **kwargs: object) -> Result:
         """Call the method on the object's worker."""
         try:
-            return invoke(self._maker, _of_objects, (self._owner, *args), kwargs, None, keep)
+            return invoke(self._maker, _of_objects, (self._owner, *args), kwargs, None, RemoteObject)
         except BaseException as error:
             drop_frames(error)
             raise
@@ -345,15 +349,10 @@ def _next_of(held: object) -> object:
     assert isinstance(held, RemoteObject)
     maker = held._maker
     callee = maker.child("next", f"next of {maker.name}", "next")
-    found = invoke(callee, _asking, (held,), {}, None, keep)
+    found = invoke(callee, _asking, (held,), {}, None, RemoteObject)
     if found is END:
         raise StopIteration
     return found
-
-
-def keep(handle: Handle, callee: Callee) -> RemoteObject:
-    """Return the proxy of an object that a call has made."""
-    return RemoteObject(handle, callee)
 
 
 _of_objects = Options()

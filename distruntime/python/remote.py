@@ -20,7 +20,7 @@ from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
 from .call import invoke
 from .callee import Callee, Function, Latest, Options, forget
-from .objects import RemoteObject, Result, keep
+from .objects import RemoteObject, Result
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -68,7 +68,7 @@ class RemoteFunction:
         try:
             callee = self._latest.callee()
             home = self._home(kwargs) if kwargs or self._placed else None
-            return invoke(callee, self._options, args, kwargs, home, keep)
+            return invoke(callee, self._options, args, kwargs, home, RemoteObject)
         except BaseException as error:
             drop_frames(error)
             raise
@@ -130,7 +130,7 @@ def _call_kernel(
         DistributedTensor, lambda t: wrap(DistributedTensor, t._handle), (list(args), dict(kwargs))
     )
     with torch.no_grad():
-        found = invoke(known[1].callee(), Options(returns, written), args, kwargs, None, keep)
+        found = invoke(known[1].callee(), Options(returns, written), args, kwargs, None, RemoteObject)
     return tree_map_only(RemoteObject, fetch, found)
 
 

@@ -15,7 +15,7 @@ from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
 from .call import invoke
 from .callee import Callee, Code, Function, Options
-from .objects import RemoteObject, Result, keep
+from .objects import RemoteObject, Result
 from .remote import RemoteFunction, residence_of
 
 _host, _unpack = Callee("RemoteModule", "host"), Callee("RemoteModule", "unpack")
@@ -47,7 +47,7 @@ class _There:
     def tell(self, what: str, *args: object) -> None:
         """Call a method of the module's host. Return at once."""
         callee = _host.child(what, f"{self.name}.{what}", f"method {what}")
-        invoke(callee, _kept, (self.hosted, *args), {}, None, keep)
+        invoke(callee, _kept, (self.hosted, *args), {}, None, RemoteObject)
 
 
 def _refuse_hook(self: RemotePart, *args: object, **kwargs: object) -> NoReturn:
@@ -205,8 +205,8 @@ class RemoteModule(torch.nn.Module):
         # Another module of this name may return something else.
         self._kind = callee.code.digest.hex() if callee.code is not None else ""
         with torch.no_grad():
-            made = invoke(callee, _kept, args, kwargs, home, keep)
-            self._become(invoke(_host, _kept, (made,), {}, home, keep))
+            made = invoke(callee, _kept, args, kwargs, home, RemoteObject)
+            self._become(invoke(_host, _kept, (made,), {}, home, RemoteObject))
 
     def _become(self, hosted: object) -> None:
         """Take the tensors of a module that a worker has."""
@@ -214,7 +214,7 @@ class RemoteModule(torch.nn.Module):
         self._there.hosted = hosted
         with torch.no_grad():
             tensors = _host.child("tensors", f"{self._name}.parameters", "method tensors")
-            found = invoke(tensors, _asking, (hosted,), {}, None, keep)
+            found = invoke(tensors, _asking, (hosted,), {}, None, RemoteObject)
         assert isinstance(found, tuple)
         parameters, buffers, names = found[0], found[1], dict(fetch(found[2]))
         for path in names["parts"]:
@@ -321,7 +321,9 @@ class RemoteModule(torch.nn.Module):
         there, modes = self._there, self._there.modes or ""
         callee = _host.child(f"forward {self.training} {modes} {self._kind}", there.name, "method forward")
         try:
-            return invoke(callee, _passing, (there.hosted, self._operands(), [*args], kwargs), {}, None, keep)
+            return invoke(
+                callee, _passing, (there.hosted, self._operands(), [*args], kwargs), {}, None, RemoteObject
+            )
         except BaseException as error:
             drop_frames(error)
             raise
@@ -375,10 +377,10 @@ class RemoteModule(torch.nn.Module):
         if home is not None and home is not hosted._handle.place:
             callee = _host.child("packed", f"{self._name}.to", "method packed")
             with torch.no_grad():
-                packed = invoke(callee, _asking, (hosted,), {}, None, keep)
+                packed = invoke(callee, _asking, (hosted,), {}, None, RemoteObject)
                 assert isinstance(packed, torch.Tensor)
                 moved = packed.to(home.place)
-                self._become(invoke(_unpack, _kept, (moved, home.place), {}, home, keep))
+                self._become(invoke(_unpack, _kept, (moved, home.place), {}, home, RemoteObject))
         elif dtype is not None:
             self._become(hosted)
         return self

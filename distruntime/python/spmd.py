@@ -246,8 +246,7 @@ class _Team:
                 if len(operand) != len(self.log.members):
                     raise UsageError(
                         f"{name} got a list by {len(operand)} ranks, and its mesh has "
-                        f"{len(self.log.members)}: a list by rank goes to functions of the mesh that it came "
-                        "from"
+                        f"{len(self.log.members)}: a list by rank goes to functions of its own mesh"
                     )
             elif isinstance(operand, UnevenTensor):
                 if operand._residence is not self.home:

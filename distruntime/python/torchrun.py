@@ -20,7 +20,6 @@ from types import FrameType
 
 from ..collectives.group import groups_of
 from ..errors import InternalError, NodeFailed, UsageError
-from ..log.handle import Handle
 from ..log.node import Node
 from ..session.meeting import proposed
 from ..session.session import active_session
@@ -143,7 +142,7 @@ class _Agent:
         self.node, self.run = node, uuid.uuid4().hex
         self._callee = Callee("torchrun", "agent")
         home = session.places.residence(on_node(session.places, node.index))
-        made = invoke(self._callee, _of_objects, (), {}, home, _keep)
+        made = invoke(self._callee, _of_objects, (), {}, home, RemoteObject)
         assert isinstance(made, RemoteObject)
         self._object = made
         match self.ask("reached_at", proposed(node)):
@@ -157,7 +156,7 @@ class _Agent:
     def issue(self, method: str, *args: object) -> object:
         """Have a method run there. Return at once."""
         callee = self._callee.child(method, f"torchrun {method}", f"method {method}")
-        return invoke(callee, _of_objects, (self._object, *args), {}, None, _keep)
+        return invoke(callee, _of_objects, (self._object, *args), {}, None, RemoteObject)
 
     def ask(self, method: str, *args: object) -> object:
         """Return what a method returns there."""
@@ -193,10 +192,6 @@ class _Agent:
 
 
 _of_objects = Options(returns=object)
-
-
-def _keep(handle: Handle, callee: Callee) -> RemoteObject:
-    return RemoteObject(handle, callee)
 
 
 def _followed(agents: Sequence[_Agent]) -> int:

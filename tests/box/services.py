@@ -15,6 +15,7 @@ from typing import NamedTuple
 from scenarios import MASTER
 
 from hosts import Host
+from one_node_slurm import configuration
 from processes import PATH, STARTING, until
 
 _SSHD = "/usr/sbin/sshd"
@@ -22,34 +23,6 @@ _NONE: Mapping[str, str] = {}
 _MUNGE = ("--foreground", "--force")
 # A node that does not answer is down after so many seconds.
 _NODE_DOWN = 15
-_SLURM = """\
-ClusterName=box
-SlurmctldHost={master}
-AuthType=auth/munge
-AuthInfo=socket={place}/munge.socket
-CredType=cred/munge
-SlurmUser=root
-StateSaveLocation={place}/state
-SlurmdSpoolDir={place}/spool
-SlurmctldPidFile={place}/slurmctld.pid
-SlurmdPidFile={place}/slurmd.pid
-SlurmctldLogFile={logs}/slurmctld.log
-SlurmdLogFile={logs}/slurmd-%n.log
-ProctrackType=proctrack/pgid
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-SchedulerType=sched/backfill
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SlurmdTimeout={down}
-KillWait=5
-SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
-ReturnToService=2
-MpiDefault=none
-NodeName={nodes} CPUs=2 State=UNKNOWN
-PartitionName=all Nodes={nodes} Default=YES MaxTime=INFINITE State=UP
-"""
 
 
 class Place(NamedTuple):
@@ -143,11 +116,16 @@ def _start_slurm(place: Place) -> Mapping[str, str]:
     key.write_bytes(os.urandom(1024))
     key.chmod(0o600)
     own = f"{place.hosts[MASTER].temporary}/../slurm"
-    names = {"master": MASTER, "nodes": ",".join(place.workers)}
-    config.write_text(
-        _SLURM.format(place=own, logs=place.logs, down=_NODE_DOWN, **names),
-        encoding="utf-8",
+    nodes = ",".join(place.workers)
+    text = configuration(
+        own,
+        place.logs,
+        SlurmctldHost=MASTER,
+        SlurmdTimeout=_NODE_DOWN,
+        NodeName=f"{nodes} CPUs=2 State=UNKNOWN",
+        PartitionName=f"all Nodes={nodes} Default=YES MaxTime=INFINITE State=UP",
     )
+    config.write_text(text, encoding="utf-8")
     # Its hosts share the user's folder, as Slurm's do.
     variables = {"SLURM_CONF": str(config), **_shared(place)}
     options = {"socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}

@@ -19,9 +19,6 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sque
 
 _CONFIG = """\
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={controller}
-SlurmdPort={node}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 CredType=cred/munge
@@ -30,8 +27,8 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmctldLogFile={logs}/slurmctld.log
+SlurmdLogFile={logs}/slurmd-%n.log
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -40,13 +37,19 @@ SchedulerType=sched/backfill
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 KillWait=5
-MinJobAge=300
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
 ReturnToService=2
 MpiDefault=none
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
-PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 """
+
+
+def configuration(folder: object, logs: object, **more: object) -> str:
+    """Return Slurm's configuration: its files are in `folder` on each host, and its logs in `logs`.
+
+    `more` is what differs. Slurm takes options in any order, but a node before its partition.
+    """
+    lines = [f"{name}={value}\n" for name, value in more.items()]
+    return _CONFIG.format(folder=folder, logs=logs) + "".join(lines)
 
 
 def lacking() -> str:
@@ -68,8 +71,16 @@ class OneNodeSlurm:
     def __enter__(self) -> OneNodeSlurm:
         for name in ("state", "spool"):
             (self.folder / name).mkdir()
-        ports = {"controller": free_port(), "node": free_port()}
-        text = _CONFIG.format(host=self.host, folder=self.folder, cpus=os.cpu_count(), **ports)
+        text = configuration(
+            self.folder,
+            self.folder,
+            SlurmctldHost=f"{self.host}(127.0.0.1)",
+            SlurmctldPort=free_port(),
+            SlurmdPort=free_port(),
+            MinJobAge=300,
+            NodeName=f"{self.host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} State=UNKNOWN",
+            PartitionName=f"all Nodes={self.host} Default=YES MaxTime=INFINITE OverSubscribe=FORCE:4",
+        )
         (self.folder / "slurm.conf").write_text(text, encoding="utf-8")
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))

@@ -26,7 +26,7 @@ from distruntime.log.node import Node
 from distruntime.session.session import active_session
 
 from .harness import Figure
-from .peers import gpt_stepper
+from .peer_systems import gpt_stepper
 from .tap import Tap, whole_step, withheld
 from .training_step import stepper
 

@@ -1,33 +1,17 @@
-"""torch's factories and the RFC's tensor classes, for new tensors at the current place."""
+"""The tensor classes of PyTorch's RFC 241, for new tensors on the current node."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-from ..errors import UsageError, drop_frames, without_our_frames
+from ..errors import UsageError, without_our_frames
 from ..log.current import DeviceLike, device_name
 from ..log.handle import Residence
 from ..session.session import active_session
 from ..session.spelling import named
 from .tensor import DistributedTensor
-
-# Each of torch's factories takes arguments of its own, which no one type says.
-_TorchFactory = Callable[..., torch.Tensor]  # type: ignore[explicit-any]
-
-
-class Factory(Protocol):
-    """Makes a tensor at the current place, or on `device` of the current node."""
-
-    __name__: str
-
-    def __call__(
-        self, *args: object, device: DeviceLike | None = None, **kwargs: object
-    ) -> DistributedTensor:
-        """Return a new tensor."""
 
 
 class TensorClass(Protocol):
@@ -39,60 +23,20 @@ class TensorClass(Protocol):
         """Return a new tensor."""
 
 
-def _remote(function: _TorchFactory) -> Factory:
-    """Return a torch factory whose default device is the current place.
-
-    A device of the node ("cuda:1", 1) may be named.
-    """
-
-    @functools.wraps(function)
-    def make(*args: object, device: DeviceLike | None = None, **kwargs: object) -> DistributedTensor:
-        try:
-            # What torch makes at a place of the session is a proxy.
-            return function(*args, device=_target(device).device, **kwargs)  # type: ignore[return-value]
-        except BaseException as error:
-            drop_frames(error)
-            raise
-
-    # torch's factories are builtins without a signature, and `inspect` would ask them for theirs.
-    del make.__wrapped__
-    make.__module__ = __name__
-    make.__doc__ = (
-        f"As `torch.{function.__name__}`, at the current place, or on `device` of the current node. "
-        "Return at once."
-    )
-    return make
-
-
-def _target(device: DeviceLike | None, like_torch: bool = True) -> Residence:
+def _target(device: DeviceLike | None) -> Residence:
     places = active_session().places
     if device is None:
-        return places.current(like_torch=like_torch)
+        return places.current(like_torch=False)
     found = named(places, device)
     if found is not None:
         return found
     return places.residence(places.place(places.current().place.node, device_name(device)))
 
 
-empty = _remote(torch.empty)
-zeros = _remote(torch.zeros)
-ones = _remote(torch.ones)
-full = _remote(torch.full)
-rand = _remote(torch.rand)
-randn = _remote(torch.randn)
-randint = _remote(torch.randint)
-randperm = _remote(torch.randperm)
-arange = _remote(torch.arange)
-linspace = _remote(torch.linspace)
-logspace = _remote(torch.logspace)
-eye = _remote(torch.eye)
-tensor = _remote(torch.tensor)
-
-
 def _class(name: str, dtype: torch.dtype) -> TensorClass:
     @without_our_frames
     def make(*args: object, device: DeviceLike | None = None) -> DistributedTensor:
-        place = _target(device, like_torch=False)
+        place = _target(device)
         if len(args) == 1 and isinstance(args[0], torch.Tensor):
             # What torch makes at a place of the session is a proxy, here and below.
             return args[0].to(dtype).to(place.device)  # type: ignore[return-value]
@@ -144,17 +88,4 @@ __all__ = [
     "IntTensor",
     "LongTensor",
     "ShortTensor",
-    "arange",
-    "empty",
-    "eye",
-    "full",
-    "linspace",
-    "logspace",
-    "ones",
-    "rand",
-    "randint",
-    "randn",
-    "randperm",
-    "tensor",
-    "zeros",
 ]

@@ -61,7 +61,7 @@ def test_cuda_is_the_first_gpu_that_a_node_offers(tmp_path: Path) -> None:
             on_cpu.cuda(),
             on_cpu.to("cuda"),
             on_cpu.to(3),
-            dr.factories.ones(2, device="cuda"),
+            dr.factories.FloatTensor(2, device="cuda"),
         ]
         assert {str(found.place) for found in made} == {"node 0 cuda:3"}  # type: ignore[attr-defined]
         assert {str(s.place) for s in (dr.Stream(0), dr.Stream(device="cuda"))} == {"node 0 cuda:3"}

@@ -36,7 +36,7 @@ def three_workers() -> Iterator[None]:
 def build(size: int, value: float, node: int, device: str = "cpu") -> torch.Tensor:
     """A cube of one number, as that suite used."""
     with dr.node(node):
-        return dr.factories.full((size, size, size), float(value), device=device)
+        return dr.factories.FloatTensor(size, size, size, device=device).fill_(value)
 
 
 def is_full(tensor: torch.Tensor, value: float) -> bool:
@@ -176,7 +176,7 @@ def test_barrier(ranks: list[int], group: dr.distributed.ProcessGroup) -> None:
     """
     for late in ranks:
         with dr.node(late):
-            busy = dr.factories.rand(400, 400)
+            busy = torch.rand(400, 400, device="remote")
             for _ in range(20):
                 busy = busy @ busy / 400
             before = dr.current_stream(late, "cpu").record_event()

@@ -74,7 +74,6 @@ FACTORIES: dict[str, Callable[[Any, Any], Any]] = {
     "module.to": lambda p, x: nn.Linear(2, 3).to(p).weight.detach(),
     "module.to(device=)": lambda p, x: nn.Linear(2, 3).to(device=p, dtype=torch.float64).weight.detach(),
     "to_empty": lambda p, x: nn.Linear(2, 3, device="meta").to_empty(device=p).weight.detach().fill_(1),
-    "dr.factories.zeros": lambda p, x: dr.factories.zeros(3, device=p),
     "dr.factories.FloatTensor": lambda p, x: dr.factories.FloatTensor([1.0, 2.0], device=p),
 }  # fmt: skip
 
@@ -88,7 +87,7 @@ def test_every_factory_takes_a_place(where: tuple[int, str]) -> None:
             found = make(place, x)
             assert found.place == place and found.device == place.device, name
             torch.manual_seed(4)
-            # What a local `dr.factories.zeros` is like, torch does not say.
+            # What a local `dr.factories.FloatTensor` is like, torch does not say.
             if not name.startswith("dr."):
                 expected = make("cpu", LOCAL)
                 assert torch.equal(found.cpu(), expected) and found.stride() == expected.stride(), name
@@ -188,7 +187,8 @@ def test_a_copied_place_is_the_place_and_a_pickled_one_has_its_number(place: dr.
     found = pickle.loads(pickle.dumps(place))
     assert found == place and hash(found) == hash(place) and found != str(place) and found != "remote:4"
     assert (
-        dr.factories.zeros(1, device=found).place == place and nn.Linear(1, 1).to(found).weight.place == place
+        dr.factories.FloatTensor(1, device=found).place == place
+        and nn.Linear(1, 1).to(found).weight.place == place
     )
     assert found.number == 4 and torch.zeros(1, device=found).place == place  # type: ignore[attr-defined]
 
@@ -326,7 +326,7 @@ def test_a_place_that_is_unpickled_gets_the_number_of_that_session(
     with pytest.raises(dr.errors.PlacementError, match=r"make it anew, dr\.place\(node, device\)"):
         torch.zeros(1, device=elsewhere)
     with pytest.raises(dr.errors.PlacementError, match="no device 'cuda:1'"):
-        dr.factories.zeros(1, device=elsewhere)
+        dr.factories.FloatTensor(1, device=elsewhere)
 
 
 def test_what_is_on_a_gpu_needs_another_device_on_a_node_without_one(

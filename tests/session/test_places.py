@@ -223,33 +223,35 @@ def test_the_context_says_where_new_tensors_go_and_never_where_operations_run() 
         assert where(x + 1) == CPU0 and where(torch.zeros_like(x)) == CPU0 and where(x.new_zeros(2)) == CPU0
         assert where(torch.zeros(2)) == FAR1
         assert (
-            where(dr.factories.zeros(2)) == FAR1
-            and where(dr.factories.zeros(2, device="cpu")) == CPU1
-            and where(dr.factories.zeros(2, device=0)) == FAR0
+            where(torch.zeros(2, device="remote")) == FAR1
+            and where(dr.factories.FloatTensor(2, device="cpu")) == CPU1
+            and where(dr.factories.FloatTensor(2, device=0)) == FAR0
         )
         assert where(dr.factories.FloatTensor(2)) == FAR1
         assert where(torch.zeros(2, device="cpu")) is HERE
 
 
 def test_contexts_nest_and_end() -> None:
-    assert where(dr.factories.zeros(1)) == GPU0
+    assert where(torch.zeros(1, device="remote")) == GPU0
     with dr.node(1):
         assert (
-            where(dr.factories.zeros(1)) == FAR0
+            where(torch.zeros(1, device="remote")) == FAR0
             and where(torch.zeros(1)) is HERE
             and where(torch.zeros(1, device="remote")) == FAR0
         )
         with dr.device("cuda:1"):
-            assert where(dr.factories.zeros(1)) == FAR1
+            assert where(torch.zeros(1, device="remote")) == FAR1
             with dr.node(0):
-                assert where(dr.factories.zeros(1)) == GPU1
+                assert where(torch.zeros(1, device="remote")) == GPU1
             with dr.device(-1):
-                assert where(dr.factories.zeros(1)) == CPU1
+                assert where(torch.zeros(1, device="remote")) == CPU1
             with pytest.raises(ZeroDivisionError), dr.on(0):
                 assert where(torch.zeros(1)) == GPU0
                 raise ZeroDivisionError
-            assert where(dr.factories.zeros(1)) == FAR1
-    assert where(dr.factories.zeros(1)) == GPU0 and torch.get_default_device() == torch.device("cpu")
+            assert where(torch.zeros(1, device="remote")) == FAR1
+    assert where(torch.zeros(1, device="remote")) == GPU0 and torch.get_default_device() == torch.device(
+        "cpu"
+    )
 
 
 def test_defaults_of_the_two_kinds_of_spellings() -> None:
@@ -257,7 +259,7 @@ def test_defaults_of_the_two_kinds_of_spellings() -> None:
     assert (
         where(torch.zeros(2, device="remote")) == GPU0
         and where(torch.ones(2).to("remote")) == GPU0
-        and where(dr.factories.randn(2)) == GPU0
+        and where(torch.randn(2, device="remote")) == GPU0
     )
     with dr.node(1):
         assert where(dr.factories.FloatTensor(2)) == CPU1 and where(torch.zeros(2, device="remote")) == FAR0
@@ -298,21 +300,21 @@ def test_set_place_for_a_prompt() -> None:
     try:
         dr.set_place(1, "cuda:1")
         assert (
-            where(dr.factories.zeros(1)) == FAR1
+            where(torch.zeros(1, device="remote")) == FAR1
             and where(dr.factories.FloatTensor(1)) == FAR1
             and where(torch.ones(1).to("remote")) == FAR1
         )
         with dr.node(0):
-            assert where(dr.factories.zeros(1)) == GPU0
+            assert where(torch.zeros(1, device="remote")) == GPU0
         with dr.on(0, "cpu"):
-            assert where(dr.factories.zeros(1)) == CPU0
+            assert where(torch.zeros(1, device="remote")) == CPU0
         dr.set_place(1)
-        assert where(dr.factories.zeros(1)) == FAR0 and where(dr.factories.FloatTensor(1)) == CPU1
+        assert where(torch.zeros(1, device="remote")) == FAR0 and where(dr.factories.FloatTensor(1)) == CPU1
         dr.set_place(dr.place(1, "cpu"))
-        assert where(dr.factories.zeros(1)) == CPU1
+        assert where(torch.zeros(1, device="remote")) == CPU1
     finally:
         dr.set_place(0)
-    assert where(dr.factories.zeros(1)) == GPU0 and where(dr.factories.FloatTensor(1)) == CPU0
+    assert where(torch.zeros(1, device="remote")) == GPU0 and where(dr.factories.FloatTensor(1)) == CPU0
 
 
 def test_a_context_that_is_not_entered_says_what_it_is_for() -> None:
@@ -337,7 +339,7 @@ def test_places_are_values() -> None:
     [
         (lambda: dr.node(2), "no node 2.*nodes 0, 1"), (lambda: dr.node(-1), "no node -1"), (lambda: dr.place(0, "cuda:2"), "no device 'cuda:2'.*cuda:1"),
         (lambda: dr.on(0, 7), "no device 'cuda:7'"), (lambda: dr.set_place(5), "no node 5"), (lambda: at(CPU0).to("cuda:9"), "no device 'cuda:9'"),
-        (lambda: at(CPU0).to(node=3), "no node 3"), (lambda: at(CPU0).cuda(4), "no device 'cuda:4'"), (lambda: dr.factories.zeros(1, device=3), "no device 'cuda:3'"),
+        (lambda: at(CPU0).to(node=3), "no node 3"), (lambda: at(CPU0).cuda(4), "no device 'cuda:4'"), (lambda: dr.factories.FloatTensor(1, device=3), "no device 'cuda:3'"),
         (lambda: torch.zeros(1, device="remote:99"), "remote:99"), (lambda: dr.factories.FloatTensor(1, device="cuda:2"), "no device 'cuda:2'"),
         (lambda: dr.device("tpu:0"), "tpu"), (lambda: dr.device(1.5), "1.5"), (lambda: dr.node("a"), "no node 'a'"), (lambda: dr.node(True), "no node True"),
     ],
@@ -345,7 +347,7 @@ def test_places_are_values() -> None:
 def test_what_is_not_there_is_a_placement_error(use: Callable[[], Any], text: str) -> None:
     with pytest.raises(dr.errors.PlacementError, match=text):
         use()
-    assert where(dr.factories.zeros(1)) == GPU0
+    assert where(torch.zeros(1, device="remote")) == GPU0
 
 
 def test_operands_on_different_places() -> None:
@@ -489,7 +491,7 @@ def test_the_first_80_places_have_numbers_of_their_own(many: None) -> None:
     assert where(torch.zeros(2, device=x.device)) == where(at((0, "cuda:1")).to(beyond)) == (2, "cuda:70")
     assert (
         where(nn.Linear(2, 2).to(beyond).weight)
-        == where(dr.factories.zeros(2, device=beyond))
+        == where(dr.factories.FloatTensor(2, device=beyond))
         == (2, "cuda:70")
     )
     # Meshes and the places beyond take their numbers from the other end.

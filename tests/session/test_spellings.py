@@ -100,7 +100,6 @@ SPELLINGS: dict[str, Callable[[World], Any]] = {
     "get_device()": lambda w: w.x.get_device(),
 }
 ENTRIES: dict[str, Callable[[World, Any], Any]] = {
-    "zeros(device=)": lambda w, s: dr.factories.zeros(2, device=s),
     "FloatTensor(device=)": lambda w, s: dr.factories.FloatTensor(2, device=s),
     "torch.remote.device()": lambda w, s: entered(s),
     "Stream()": lambda w, s: dr.Stream(s).place,
@@ -136,29 +135,29 @@ def meaning(world: World, entry: str, spelling: str) -> str:
 # A row for each spelling and a column for each entry, in the order of ENTRIES. Torch alone decides about "-":
 # whether a file comes to a GPU of this machine.
 TABLE = """
-None              00   0c   00   00   00   10   11   11   11   01   11   11   here 0c   U    here P    T    U
-0                 00   00   00   00   00   10   01   10   01   00   00   01   0c   00   01   T    00   00   00
-1                 01   01   01   10   01   11   11   11   11   01   01   11   1c   01   U    T    10   01   10
--1                0c   0c   P    P    0c   1c   P    1c   P    0c   R    P    P    0c   P    T    P    R    P
-99                P    P    P    P    P    P    P    P    P    P    P    P    P    P    P    T    P    P    P
-True              P    P    P    P    P    P    P    P    P    P    T    P    P    P    U    T    P    T    P
-object()          P    P    P    P    P    P    P    T    P    P    T    P    P    P    U    T    P    T    U
-cpu               0c   0c   P    P    0c   1c   here here P    0c   here P    P    0c   U    here P    here U
-cuda              00   00   P    P    00   10   P    10   P    00   10   P    P    00   U    -    P    here U
-cuda:1            01   01   P    P    01   11   P    11   P    01   11   P    P    01   U    -    P    here U
-cuda:9            P    P    P    P    P    P    P    P    P    P    P    P    P    P    U    -    P    here U
-remote            00   00   00   00   00   P    00   00   P    P    00   P    P    P    U    00   P    00   U
-remote:k          11   11   11   11   11   P    11   11   P    P    11   P    P    P    U    11   P    11   U
-remote:99         P    P    P    P    P    P    P    P    P    P    P    P    P    P    U    P    P    P    U
-nonsense          P    P    P    P    P    P    P    R    P    P    R    P    P    P    U    R    P    R    U
-device(cpu)       0c   0c   P    P    0c   1c   here here P    0c   here P    P    0c   U    here P    here U
-device(cuda:1)    01   01   P    P    01   11   P    11   P    01   11   P    P    01   U    -    P    here U
-device(remote)    00   00   00   00   00   P    00   00   P    P    00   P    P    P    U    00   P    00   U
-device(remote:k)  11   11   11   11   11   P    11   11   P    P    11   P    P    P    U    11   P    11   U
-place             10   10   10   10   10   P    10   10   P    P    10   P    P    P    10   10   10   10   10
-no place          P    P    P    P    P    P    P    P    P    P    P    P    P    P    P    P    P    P    P
-mesh's device     mesh mesh mesh mesh mesh P    mesh mesh P    P    mesh P    P    P    U    mesh P    mesh U
-get_device()      01   01   11   10   01   11   11   11   11   01   01   11   1c   01   U    T    10   01   10
+None              0c   00   00   00   10   11   11   11   01   11   11   here 0c   U    here P    T    U
+0                 00   00   00   00   10   01   10   01   00   00   01   0c   00   01   T    00   00   00
+1                 01   01   10   01   11   11   11   11   01   01   11   1c   01   U    T    10   01   10
+-1                0c   P    P    0c   1c   P    1c   P    0c   R    P    P    0c   P    T    P    R    P
+99                P    P    P    P    P    P    P    P    P    P    P    P    P    P    T    P    P    P
+True              P    P    P    P    P    P    P    P    P    T    P    P    P    U    T    P    T    P
+object()          P    P    P    P    P    P    T    P    P    T    P    P    P    U    T    P    T    U
+cpu               0c   P    P    0c   1c   here here P    0c   here P    P    0c   U    here P    here U
+cuda              00   P    P    00   10   P    10   P    00   10   P    P    00   U    -    P    here U
+cuda:1            01   P    P    01   11   P    11   P    01   11   P    P    01   U    -    P    here U
+cuda:9            P    P    P    P    P    P    P    P    P    P    P    P    P    U    -    P    here U
+remote            00   00   00   00   P    00   00   P    P    00   P    P    P    U    00   P    00   U
+remote:k          11   11   11   11   P    11   11   P    P    11   P    P    P    U    11   P    11   U
+remote:99         P    P    P    P    P    P    P    P    P    P    P    P    P    U    P    P    P    U
+nonsense          P    P    P    P    P    P    R    P    P    R    P    P    P    U    R    P    R    U
+device(cpu)       0c   P    P    0c   1c   here here P    0c   here P    P    0c   U    here P    here U
+device(cuda:1)    01   P    P    01   11   P    11   P    01   11   P    P    01   U    -    P    here U
+device(remote)    00   00   00   00   P    00   00   P    P    00   P    P    P    U    00   P    00   U
+device(remote:k)  11   11   11   11   P    11   11   P    P    11   P    P    P    U    11   P    11   U
+place             10   10   10   10   P    10   10   P    P    10   P    P    P    10   10   10   10   10
+no place          P    P    P    P    P    P    P    P    P    P    P    P    P    P    P    P    P    P
+mesh's device     mesh mesh mesh mesh P    mesh mesh P    P    mesh P    P    P    U    mesh P    mesh U
+get_device()      01   11   10   01   11   11   11   11   01   01   11   1c   01   U    T    10   01   10
 """
 ROWS = {line[:18].rstrip(): line[18:].split() for line in TABLE.strip().splitlines()}
 

@@ -212,7 +212,7 @@ def test_contexts_belong_to_their_task_and_thread(session: object) -> None:
     async def make(node: int) -> int:
         with dr.node(node):
             await asyncio.sleep(0.001)
-            x = dr.factories.zeros(2)
+            x = torch.zeros(2, device="remote")
             await asyncio.sleep(0.001)
             return x.get_node()
 
@@ -222,15 +222,15 @@ def test_contexts_belong_to_their_task_and_thread(session: object) -> None:
     assert asyncio.run(main()) == [0, 1] * 5
     with dr.node(1):
         seen: list[int] = []
-        together(lambda: seen.append(dr.factories.zeros(2).get_node()))
+        together(lambda: seen.append(torch.zeros(2, device="remote").get_node()))
         assert seen == [0]  # a new thread starts with the session's default, as in torch.cuda
     shared = dr.node(1)
 
     def enter() -> None:
         for _ in range(200):
             with shared:
-                assert dr.factories.zeros(2).get_node() == 1
-            assert dr.factories.zeros(2).get_node() == 0
+                assert torch.zeros(2, device="remote").get_node() == 1
+            assert torch.zeros(2, device="remote").get_node() == 0
 
     # Several threads may enter one context object.
     together(*[enter] * 3)

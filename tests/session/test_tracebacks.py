@@ -49,7 +49,7 @@ MISTAKES: dict[str, Callable[[torch.Tensor], object]] = {
     "in autocast": _autocast,
     "a place that is none": lambda x: torch.zeros(3, device="remote:77"),
     "a factory's arguments": lambda x: torch.eye(-1, device=x.device),
-    "a factory of ours": lambda x: dr.factories.eye(-1),
+    "a tensor class of ours": lambda x: dr.factories.FloatTensor(1.5),
     "the operator that waits": lambda x: torch.nonzero(poisoned(x)),
     "cpu": lambda x: poisoned(x).cpu(),
     "to": lambda x: poisoned(x).to("cpu"),

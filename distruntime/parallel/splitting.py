@@ -1,9 +1,8 @@
-"""Cutting a model into stages: by its parameters, by the time that each part takes, or where names say."""
+"""Cutting a model into stages: by its parameters, or where names say."""
 
 from __future__ import annotations
 
 import copy
-import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -12,10 +11,8 @@ from typing import Any, TypeGuard
 
 import torch
 from torch.distributed import pipelining
-from torch.utils._pytree import tree_leaves
 
 from ..errors import UsageError, without_our_frames
-from ..streams.stream import synchronize
 from ..tensors.tensor import DistributedTensor
 from .carried import carry
 from .stage import require_apart
@@ -40,9 +37,8 @@ def split(
 
     Args:
         n: how many parts.
-        by: "parameters" gives the parts as equal numbers of parameters as can be. "time" measures each child
-            on `example`, where the child is, and gives them as equal times; it blocks. A list of `n` - 1
-            names has each part from the second on begin with the child of that name ("layers.4").
+        by: "parameters" gives the parts as equal numbers of parameters as can be. A list of `n` - 1 names has
+            each part from the second on begin with the child of that name ("layers.4").
         example: arguments of the model, one or a tuple. A traced model takes a micro-batch of them.
 
     Raises `UsageError` for a model that cannot be cut into so many parts, or parts that share a parameter.
@@ -55,18 +51,16 @@ def split(
         )
         raise UsageError(f"the number of parts is a whole number from 1 on, got {n!r}{advice}")
     names = None if isinstance(by, str) else list(by)
-    if isinstance(by, str) and by not in ("parameters", "time"):
-        raise UsageError(f'by is "parameters", "time" or a list of names, got {by!r}')
+    if isinstance(by, str) and by != "parameters":
+        raise UsageError(f'by is "parameters" or a list of names, got {by!r}')
     if names is not None and len(names) != n - 1:
         raise UsageError(f"{n} parts begin at {n - 1} names, the first one at the model's begin; got {names}")
     given = () if example is None else example if isinstance(example, tuple) else (example,)
-    if by == "time" and not given:
-        raise UsageError('by="time" measures the parts on a batch: example=x, or a tuple of all arguments')
     if _is_sequence(model):
-        parts = _of_sequential(model, n, by, names, given)
+        parts = _of_sequential(model, n, names)
         require_apart(parts, "part")
         return parts
-    return _of_traced(model, n, by, names, given)
+    return _of_traced(model, n, names, given)
 
 
 def _are_names(given: object) -> TypeGuard[list[str]]:
@@ -80,13 +74,7 @@ def _is_sequence(model: torch.nn.Module) -> TypeGuard[torch.nn.Sequential]:
     )
 
 
-def _of_sequential(
-    model: torch.nn.Sequential,
-    n: int,
-    by: str | Sequence[str],
-    names: list[str] | None,
-    given: tuple[Any, ...],
-) -> list[torch.nn.Module]:
+def _of_sequential(model: torch.nn.Sequential, n: int, names: list[str] | None) -> list[torch.nn.Module]:
     # `named_children` leaves out what stands there a second time, such as one ReLU after each layer.
     children = list(model._modules.items())
     if len(children) < n:
@@ -95,8 +83,6 @@ def _of_sequential(
         starts = [_index([name for name, _ in children], name) for name in names]
         if starts != sorted(set(starts)) or 0 in starts:
             raise UsageError(f"names of parts stand in the model's order, after its first child; got {names}")
-    elif by == "time":
-        starts = balanced(_times([child for _, child in children], given), n)
     else:
         starts = balanced([sum(p.numel() for p in child.parameters()) for _, child in children], n)
     bounds = [0, *starts, len(children)]
@@ -107,26 +93,6 @@ def _index(known: Sequence[str], name: str) -> int:
     if name not in known:
         raise UsageError(f"the model has no child {name!r} to begin a part with; it has {', '.join(known)}")
     return known.index(name)
-
-
-def _times(children: Sequence[torch.nn.Module], given: tuple[Any, ...]) -> list[float]:
-    """Return the seconds of each child's forward pass: the better of two, the first of which warms up."""
-    found = []
-    with torch.no_grad():
-        for child in children:
-            remote = any(
-                isinstance(t, DistributedTensor) for t in tree_leaves((given, list(child.parameters())))
-            )
-            seconds = []
-            for _ in range(2):
-                begin = time.perf_counter()
-                output = child(*given)
-                if remote:
-                    synchronize()
-                seconds.append(time.perf_counter() - begin)
-            found.append(min(seconds))
-            given = output if isinstance(output, tuple) else (output,)
-    return found
 
 
 def balanced(weights: Sequence[float], n: int) -> list[int]:
@@ -164,7 +130,7 @@ def balanced(weights: Sequence[float], n: int) -> list[int]:
 
 
 def _of_traced(
-    model: torch.nn.Module, n: int, by: str | Sequence[str], names: list[str] | None, given: tuple[Any, ...]
+    model: torch.nn.Module, n: int, names: list[str] | None, given: tuple[Any, ...]
 ) -> list[torch.nn.Module]:
     if not given:
         raise UsageError(
@@ -174,10 +140,6 @@ def _of_traced(
     if any(isinstance(p, DistributedTensor) for p in model.parameters()):
         raise UsageError("torch traces models of this process: cut the model, then send the parts to workers")
     if names is None:
-        if by == "time":
-            raise UsageError(
-                'by="time" is for an nn.Sequential; of a traced model, name where its parts begin'
-            )
         names = _blocks(model, n)
     else:
         known = [name for name, _ in model.named_modules() if name]

@@ -349,12 +349,12 @@ MUTANTS = [
     ),
     # -- meshes and collectives ------------------------------------------------------------------------------
     Mutant(
-        "a layout numbers its groups the other way round",
-        "distruntime/mesh/layout.py",
-        "        for start in range(stride)\n        for block in range(0, world, size * stride)\n",
-        "        for block in range(0, world, size * stride)\n        for start in range(stride)\n",
-        ("tests/mesh/test_layout.py",),
-        "tests/mesh/test_layout.py::test_the_last_mode_is_the_innermost",
+        "the lines of a mesh go along the other dimensions",
+        "distruntime/mesh/mesh.py",
+        "rows.setdefault(tuple(n for d, n in enumerate(at) if d not in wanted), [])",
+        "rows.setdefault(tuple(n for d, n in enumerate(at) if d in wanted), [])",
+        ("tests/mesh/test_mesh.py",),
+        "tests/mesh/test_mesh.py::test_groups_by_modes_are_dimensions",
     ),
     Mutant(
         "a shift without wrapping leaves out a member too many",

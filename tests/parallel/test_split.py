@@ -43,7 +43,6 @@ def test_a_child_that_stands_in_several_places_stays_in_all_of_them() -> None:
     for parts in (
         dr.parallel.split(model, 2),
         dr.parallel.split(model, 3, by=["1", "3"]),
-        dr.parallel.split(model, 2, by="time", example=x),
     ):
         assert [name for part in parts for name in part._modules] == list(model._modules)
         found = x
@@ -110,26 +109,6 @@ def test_values_that_skip_a_part_are_handed_on(names: list[str], schedule: str, 
             torch.testing.assert_close(grads[name].cpu(), p.grad)
 
 
-class Slow(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(200):
-            x = x @ torch.eye(64) * 1.0
-        return x
-
-
-def test_by_time_the_slow_child_stands_alone() -> None:
-    model = nn.Sequential(nn.ReLU(), nn.ReLU(), Slow(), nn.ReLU())
-    first, second, third = dr.parallel.split(model, 3, by="time", example=torch.randn(64, 64))
-    assert "2" in dict(second.named_children()) and len(second) == 1  # type: ignore[arg-type]
-    assert len(first) == 2 and len(third) == 1  # type: ignore[arg-type]
-
-
-def test_by_time_on_a_worker(session: object) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to("remote")
-    parts = dr.parallel.split(model, 2, by="time", example=torch.ones(2, 4, device="remote"))
-    assert [len(part) for part in parts] == [1, 1]  # type: ignore[arg-type]
-
-
 class Blocks(nn.Module):
     def __init__(self, n: int = 4) -> None:
         super().__init__()
@@ -186,7 +165,7 @@ def test_what_is_refused() -> None:
         dr.parallel.split(model, 2, by=["x"])
     with pytest.raises(dr.errors.UsageError, match="after its first child"):
         dr.parallel.split(model, 2, by=["0"])
-    with pytest.raises(dr.errors.UsageError, match=r"example=x"):
+    with pytest.raises(dr.errors.UsageError, match=r"or a list of names, got 'time'"):
         dr.parallel.split(model, 2, by="time")
     with pytest.raises(dr.errors.UsageError, match=r"is no plain nn.Sequential"):
         dr.parallel.split(Blocks(), 2)

@@ -1,22 +1,15 @@
-"""Magics of IPython and Jupyter: `%load_ext distruntime`, then `%%on 1` and `%dr_top`."""
+"""Magics of IPython and Jupyter: `%load_ext distruntime`, then `%%on 1`."""
 
 from __future__ import annotations
 
 import ast
-import importlib
-import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Protocol
 
-from .cluster.nodes import nodes
 from .errors import DistruntimeError, UsageError, drop_frames
 from .log.handle import Place
 from .session.placing import on
-
-# `%dr_top` looks again after so many seconds.
-_AGAIN = 1.0
 
 
 class _Compiler(Protocol):
@@ -41,10 +34,10 @@ class Shell(Protocol):
 
 
 def load_ipython_extension(ipython: Shell) -> None:
-    """Add `%%on` and `%dr_top` to a prompt or a notebook: IPython calls it for `%load_ext distruntime`.
+    """Add `%%on` to a prompt or a notebook: IPython calls it for `%load_ext distruntime`.
 
     `%%on 1`, `%%on 1 cuda:0` and `%%on NAME` run a cell whose new tensors go there. NAME is a place, a mesh
-    or a stream of yours. `%dr_top` shows what the nodes do, and `%dr_top 10` does so ten times, each second.
+    or a stream of yours.
     """
 
     def run_on(line: str, cell: str) -> object:
@@ -59,7 +52,6 @@ def load_ipython_extension(ipython: Shell) -> None:
 
     run_on.__doc__ = "Run a cell whose new tensors go to a node: %%on 1, %%on 1 cuda:0, %%on NAME."
     ipython.register_magic_function(run_on, "cell", "on")
-    ipython.register_magic_function(_top, "line", "dr_top")
 
 
 def _context(words: list[str], shell: Shell) -> AbstractContextManager[object]:
@@ -99,22 +91,3 @@ def _run(cell: str, shell: Shell) -> object:
     assert isinstance(last, ast.Expr)
     value: object = eval(compile(ast.Expression(last.value), name, "eval"), shell.user_ns)
     return value
-
-
-class _Shown(Protocol):
-    """An output that can be replaced."""
-
-    def update(self, thing: object) -> None:
-        """Show something else in its place."""
-
-
-def _top(line: str) -> None:
-    """Show what the nodes do: %dr_top, or %dr_top 10 for ten looks, one each second."""
-    words = line.split()
-    if words and not (len(words) == 1 and words[0].isdigit() and int(words[0])):
-        raise UsageError(f"got %dr_top {line}, expected the number of looks, as %dr_top 10")
-    display: Callable[..., _Shown] = importlib.import_module("IPython.display").display
-    shown = display(nodes(), display_id=True)
-    for _ in range(int(words[0]) - 1 if words else 0):
-        time.sleep(_AGAIN)
-        shown.update(nodes())

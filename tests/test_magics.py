@@ -71,11 +71,3 @@ def test_a_semicolon_hides_the_value(shell: Any) -> None:
     found = shell.run_cell("%%on 0\ntorch.ones(3);")
     found.raise_error()
     assert found.result is None
-
-
-def test_the_nodes_are_shown(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    shell.run_cell("%dr_top").raise_error()
-    assert "round trip" in capsys.readouterr().out
-    found = shell.run_cell("%dr_top soon")
-    with pytest.raises(dr.errors.UsageError, match="the number of looks"):
-        found.raise_error()

@@ -6,16 +6,17 @@ to its tests.
 
 from __future__ import annotations
 
+import html
+from contextlib import suppress
 from types import TracebackType
 from typing import final
 
-from ..errors import without_our_frames
+from ..errors import DistruntimeError, without_our_frames
 from ..publishing.listing import Publications, published
 from ..session import session as inner
 from ..session.tables import table_text
-from .card import card_html
 from .memory import Memory, memory
-from .nodes import Nodes, nodes
+from .nodes import Nodes, node_info, nodes
 
 
 @final
@@ -81,7 +82,15 @@ class Session:
         return f"{head}\n{table_text(rows)}"
 
     def _repr_html_(self) -> str:
-        return card_html(self._session)
+        session, head = self._session, f"<b>{html.escape(repr(self).partition(chr(10))[0])}</b>"
+        if session.closed is not None or session.foreign:
+            return head
+        tables = Nodes(node_info(session, node) for node in session.nodes)._repr_html_()
+        # The names are not known while a worker does not answer.
+        with suppress(DistruntimeError):
+            own = Publications(one for one in published(session) if one.owner == session.name)
+            tables += own._repr_html_() if own else ""
+        return f"<div>{head}{tables}</div>"
 
     def __enter__(self) -> Session:
         return self

@@ -126,8 +126,8 @@ def test_the_start_is_shown_as_at_a_terminal(client: Client) -> None:
 
 def test_a_session_shows_its_card(client: Client) -> None:
     card = result(client, 0)
-    assert "<b>distruntime session &quot;notebook&quot;: 1 node</b>" in card
-    assert "<td>ready</td><td>nothing</td><td>0</td>" in card and "new tensors go to node 0 cpu" in card
+    assert "<b>&lt;distruntime session &quot;notebook&quot;, open&gt;</b>" in card
+    assert "<td>ready</td>" in card and "<td>nothing</td><td>0</td>" in card
     assert "weights" not in card
     assert "<td>weights</td><td>tensor (1000,) float32</td><td>3.9 KiB</td>" in result(client, 1)
     assert "it was shut down" in result(client, -1) and "<table>" not in result(client, -1)

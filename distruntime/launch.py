@@ -73,7 +73,7 @@ def _here(options: argparse.Namespace, words: list[str]) -> int:
     meeting = Meeting(listen, dialled_at(listen), key, count)
     # One core is the script's.
     threads = max(1, ((os.cpu_count() or 1) - 1) // count) if options.threads is None else options.threads
-    return _run(options, words, LocalLauncher(), meeting, directory, threads)
+    return _run_job(_job(options, words, LocalLauncher(), meeting, directory, threads))
 
 
 def _on_hosts(options: argparse.Namespace, words: list[str]) -> int:
@@ -95,7 +95,7 @@ def _on_ray(options: argparse.Namespace, words: list[str]) -> int:
     actors = importlib.import_module(".launching.ray_actors", __package__)
     directory = scratch_folder("launch", sockets=True)
     meeting = _over_tcp(options, options.count or _COUNT, directory)
-    return _run(options, words, actors.RayLauncher(gpus=options.gpus), meeting, directory)
+    return _run_job(_job(options, words, actors.RayLauncher(gpus=options.gpus), meeting, directory))
 
 
 def _in_allocation(options: argparse.Namespace, words: list[str], found: slurm.Allocation) -> int:
@@ -164,17 +164,6 @@ def _job(
         once=False,
     )
     return Job(launcher, meeting, spec, options.max_restarts, script, options.verbose, _say)
-
-
-def _run(
-    options: argparse.Namespace,
-    words: list[str],
-    launcher: Launcher,
-    meeting: Meeting,
-    directory: Path,
-    threads: int = 0,
-) -> int:
-    return _run_job(_job(options, words, launcher, meeting, directory, threads))
 
 
 def _run_job(job: Job) -> int:

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import final
 
-from ..launching.programs import how_ended, last_lines, wait_or_kill
-from ..session.launcher import Launcher, LaunchSpec, WorkerProcess
+from ..launching.programs import ProcessWorker, how_ended
+from ..session.launcher import Launcher, LaunchSpec
 from ..wire.deadlines import UNREACHABLE
 from ..wire.descriptors import naming
 from ..wire.keys import KeyPair
@@ -34,18 +34,14 @@ _left: list[_Process] = []
 
 
 @final
-class LocalWorker(WorkerProcess):
+class LocalWorker(ProcessWorker):
     """A worker process that this process started. Its output goes to `log`."""
 
-    def __init__(self, node: int, process: _Process, log: Path) -> None:
-        self.node = node
-        self.log = log
-        self._process = process
+    _process: _Process
 
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
+    def __init__(self, node: int, process: _Process, log: Path) -> None:
+        super().__init__(process, log)
+        self.node = node
 
     def poll(self) -> str | None:
         """Return how the process ended ("killed by signal 9 (SIGKILL)"), or None while it runs."""
@@ -56,17 +52,9 @@ class LocalWorker(WorkerProcess):
             return "ended, and nobody knows how: the process that forked it had ended before"
         return how_ended(code)
 
-    def last_lines(self, count: int = 20) -> str:
-        """Return the end of what the worker wrote."""
-        return last_lines(self.log, count)
-
     def terminate(self) -> None:
-        """Ask the process to end. Return at once.
-
-        To stop many workers, ask all of them before you `stop` each.
-        """
-        if self._process.poll() is None:
-            self._process.terminate()
+        """Ask the process to end, and close its standard input. Return at once."""
+        super().terminate()
         if self._process.stdin is not None:
             self._process.stdin.close()
 
@@ -75,11 +63,6 @@ class LocalWorker(WorkerProcess):
         _left[:] = [process for process in _left if process.poll() is None]
         # Python warns if nobody waits for a process.
         _left.append(self._process)
-
-    def stop(self, timeout: float = 5.0) -> None:
-        """Block until the process has ended; one that takes longer than `timeout` seconds is killed."""
-        self.terminate()
-        wait_or_kill(self._process, timeout)
 
     def __repr__(self) -> str:
         ended = "" if self._process.returncode is None else ", ended"

@@ -73,7 +73,17 @@ def last_lines(log: Path, count: int) -> str:
 
 
 class Process(Protocol):
-    """A child process."""
+    """A child process, as `subprocess.Popen` is one."""
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+
+    def poll(self) -> int | None:
+        """Return its exit code, None while it runs."""
+
+    def terminate(self) -> None:
+        """Ask it to end."""
 
     def wait(self, timeout: float | None = None) -> int:
         """Block until it has ended."""
@@ -82,27 +92,48 @@ class Process(Protocol):
         """End it at once."""
 
 
-def wait_or_kill(process: Process, timeout: float) -> None:
-    """Block until a process has ended; kill it after `timeout` seconds."""
-    try:
-        process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+class ProcessWorker(WorkerProcess):
+    """A worker that lives as long as a process that this one has started. Its output goes to `log`."""
 
-
-@final
-class ProgramWorker(WorkerProcess):
-    """A worker on some machine, and the program here that lives as long. Both write to `log`."""
-
-    def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
-        self.name, self.log = name, log
-        self._process = process
+    def __init__(self, process: Process, log: Path) -> None:
+        self.log, self._process = log, process
 
     @property
     def pid(self) -> int:
-        """The process id of the program here."""
+        """The process id here."""
         return self._process.pid
+
+    def last_lines(self, count: int = 20) -> str:
+        """Return the end of what was written."""
+        return last_lines(self.log, count)
+
+    def terminate(self) -> None:
+        """Ask the process to end. Return at once.
+
+        To stop many workers, ask all of them before you `stop` each.
+        """
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Block until the process has ended; one that takes longer than `timeout` seconds is killed."""
+        self.terminate()
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@final
+class ProgramWorker(ProcessWorker):
+    """A worker on some machine, and the program here that lives as long. Both write to `log`."""
+
+    _process: subprocess.Popen[bytes]
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path) -> None:
+        super().__init__(process, log)
+        self.name = name
 
     def poll(self) -> str | None:
         """Return how the program has ended, or None while it runs."""
@@ -110,20 +141,6 @@ class ProgramWorker(WorkerProcess):
         if code is None:
             return None
         return f"{self.name} {'was ' if code < 0 else ''}{how_ended(code)}"
-
-    def last_lines(self, count: int = 20) -> str:
-        """Return the end of what the worker and the program wrote."""
-        return last_lines(self.log, count)
-
-    def terminate(self) -> None:
-        """Ask the program to end, which asks the worker. Return at once."""
-        if self._process.poll() is None:
-            self._process.terminate()
-
-    def stop(self, timeout: float = 5.0) -> None:
-        """Block until the program has ended; kill it after `timeout` seconds."""
-        self.terminate()
-        wait_or_kill(self._process, timeout)
 
     def leave(self) -> None:
         """Let the program run on."""

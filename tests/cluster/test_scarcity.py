@@ -1,5 +1,5 @@
 """Where a disk, descriptors, memory or processes are used up: nothing that was promised is lost, the error
-names what was full and where, and the session goes on. docs/sessions.md has the table.
+names what was full and where, and the session goes on. docs/tables/sessions.md has the table.
 """
 
 from __future__ import annotations

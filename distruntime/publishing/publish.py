@@ -18,7 +18,6 @@ from ..log.handle import Place
 from ..log.issue import issue_default
 from ..log.line import user_line
 from ..log.node import Node
-from ..log.spec import Spec
 from ..log.storage import ReadOnlyStorage
 from ..session.requests import Request
 from ..session.session import Session, active_session
@@ -47,17 +46,17 @@ def names() -> Publications:
 
 
 @without_our_frames
-def publish(name: str, thing: object, *, shared: bool = False, copy: bool = False) -> None:
+def publish(name: str, thing: object, *, shared: bool = False) -> None:
     """Give a name to a module, an optimizer, or a tree of them and of remote tensors.
 
     Block until the workers have done so. The tensors stay where they are, and stay in use: what is done to
-    them in place later, a lookup sees. Publishing under a name that exists replaces it, on all nodes at once.
+    them in place later, a lookup sees. `copy.deepcopy(thing)` is published as it is now. Publishing under a
+    name that exists replaces it, on all nodes at once.
 
     Args:
         name: at most 200 characters, without "/".
         shared: let other sessions on its workers look it up, as "owner/name", to read it; the owner is
             `session.name`.
-        copy: publish a copy as of now, which later training does not change.
 
     Raises:
         UsageError: there is a local tensor in it, or what cannot be pickled.
@@ -67,7 +66,7 @@ def publish(name: str, thing: object, *, shared: bool = False, copy: bool = Fals
     _check_name(name)
     session = active_session()
     structure = dump(thing, lambda device: _place_of(session, device))
-    leaves = _copies(structure.leaves) if copy else structure.leaves
+    leaves = structure.leaves
     remote = [leaf for leaf in leaves if isinstance(leaf, DistributedTensor)]
     _check_remote(name, thing, remote)
     places = [leaf._handle.place.place if isinstance(leaf, DistributedTensor) else leaf for leaf in leaves]
@@ -143,7 +142,7 @@ def _check_remote(name: str, thing: object, remote: Sequence[DistributedTensor])
         if type(storage) is ReadOnlyStorage:
             raise UsageError(
                 f"{name!r} would hold a tensor of {storage.name!r}, which is another session's: publish a "
-                "copy, copy=True"
+                "copy, copy.deepcopy(x)"
             )
         node.session.require_open()
         node.require_alive()
@@ -208,32 +207,6 @@ def _issue(
         if len(numbers[node]) != len(own[node]):
             raise nonsense(node)
     return numbers
-
-
-def _copies(leaves: Sequence[Leaf]) -> list[Leaf]:
-    """Return the leaves with copies of the remote tensors, in the order of the log.
-
-    Copies of views share memory as the views do.
-    """
-    sharing: dict[int, list[DistributedTensor]] = {}
-    for leaf in leaves:
-        if isinstance(leaf, DistributedTensor):
-            sharing.setdefault(id(leaf._handle.storage), []).append(leaf)
-    twins: dict[int, torch.Tensor] = {}
-    with torch.no_grad():
-        for views in sharing.values():
-            spec: Spec = views[0]._handle.spec
-            if len(views) == 1 or any(v.dtype != spec.dtype or v._handle.spec.bits for v in views):
-                twins.update((id(v), v.detach().clone()) for v in views)
-                continue
-            length = max(v._handle.spec.extent for v in views) // spec.dtype.itemsize
-            flat = views[0].detach().as_strided((length,), (1,), 0).clone()
-            twins.update((id(v), flat.as_strided(v.size(), v.stride(), v.storage_offset())) for v in views)
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and id(leaf) in twins:
-            twin = twins[id(leaf)].requires_grad_(leaf.requires_grad)
-            twin.__dict__.update((key, value) for key, value in leaf.__dict__.items() if key != "_handle")
-    return [twins.get(id(leaf), leaf) for leaf in leaves]
 
 
 # -- back ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ file anew: `PYTHONPATH=.:worker:tests/help python tests/help/fuzzing.py record`.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import signal
@@ -541,7 +542,7 @@ def _publications() -> None:
         {"model": model, "optimizer": optimizer, "tied": [tied, tied.view(2, 3), elsewhere]},
         shared=True,
     )
-    dr.publish("model", model, copy=True)
+    dr.publish("model", copy.deepcopy(model))
     dr.publish("tied", tied)
     repr(dr.names())
     dr.lookup("model")

@@ -195,24 +195,6 @@ def test_a_signal_stops_it_with_code_0_and_no_traceback(
     assert errors.splitlines()[-1].endswith(f"INFO distruntime.worker: stopped: {why}")
 
 
-def test_the_log_goes_to_a_file_too(worker: Worker, tmp_path: Path) -> None:
-    file = tmp_path / "logs" / "worker.log"
-    process = worker("--listen", f"ipc://{tmp_path}/s", "--log-file", str(file))
-    until(lambda: (tmp_path / "s").exists())
-    process.terminate()
-    _, errors = process.communicate(timeout=60)
-    assert f"listening on ipc://{tmp_path}/s" in errors and file.read_text(encoding="utf-8") == errors
-
-
-def test_a_log_file_that_cannot_be_written_is_one_line(
-    served: list[WorkerConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    arguments = ["--listen", "tcp://127.0.0.1:0", "--log-file", str(tmp_path / "file" / "log")]
-    assert cli.main(arguments) == 2
-    assert "Name a file that can be written" in capsys.readouterr().err and not served
-
-
 # Nothing here holds this module's names but the module: what is written to `kept` comes out when Python takes
 # the module apart.
 _ENDING = """

@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import NoReturn
@@ -31,8 +30,6 @@ from .settings import complete
 
 log = logging.getLogger("distruntime.worker")
 
-# A log file grows to so many bytes, and so many older ones are kept.
-_LOG_BYTES, _LOG_FILES = 10_000_000, 3
 # A worker starts these for `dr.spmd`, `distruntime run` and Inductor. They import torch, which takes long.
 _PROCESSES = {"member": ".python.member", "agent": ".python.agent", "compiler": ".programs.compiler"}
 
@@ -90,12 +87,12 @@ def _token(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    handlers = _log_handlers(options.log_file)
+    # A crash in a kernel leaves its stack on standard error, too.
+    handler = logging.StreamHandler(sys.stderr)
     if options.log_format == "json":
-        for handler in handlers:
-            handler.setFormatter(JsonLines())
+        handler.setFormatter(JsonLines())
     logging.basicConfig(
-        handlers=handlers,
+        handlers=[handler],
         level=options.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
@@ -126,22 +123,6 @@ def _daemon() -> ModuleType:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def _log_handlers(file: Path | None) -> list[logging.Handler]:
-    """Return where the log goes. A crash in a kernel leaves its stack on standard error in any case."""
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
-    if file is not None:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            handlers.append(
-                RotatingFileHandler(file, maxBytes=_LOG_BYTES, backupCount=_LOG_FILES, encoding="utf-8")
-            )
-        except OSError as error:
-            raise ConfigurationError(
-                f"got --log-file {file}: {error.strerror or error}. Name a file that can be written."
-            ) from error
-    return handlers
 
 
 def configure(options: argparse.Namespace) -> WorkerConfig:

@@ -120,12 +120,6 @@ def _add_reports(parser: argparse.ArgumentParser) -> None:
     """Add the options that say what the worker tells of itself, and where."""
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     parser.add_argument(
-        "--log-file",
-        type=Path,
-        metavar="FILE",
-        help="write the log to this file too; at 10 MB it becomes FILE.1, and three old ones are kept",
-    )
-    parser.add_argument(
         "--log-format",
         choices=("text", "json"),
         default="text",

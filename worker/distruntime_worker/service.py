@@ -15,8 +15,8 @@ from typing import final
 
 from distruntime.wire.identity import user_name
 
-# These name files. A service runs in another folder than the person who asks for its unit.
-_FILES = ("--key", "--log-file")
+# It names a file. A service runs in another folder than the person who asks for its unit.
+_FILES = ("--key",)
 
 _UNIT = """\
 [Unit]

@@ -8,6 +8,7 @@ streams are used.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgpack
 
@@ -32,6 +33,16 @@ Operands = tuple[Sequence[Handle], Sequence[Handle]]
 _MOST = 1 << 12
 
 
+class _Operation(NamedTuple):
+    """What an operation is, apart from its operands."""
+
+    name: str
+    inplace: bool
+    root: int
+    reduction: Reduction | None
+    splits: ByteSplits
+
+
 def issue_operation(
     group: ProcessGroup,
     operation: str,
@@ -47,52 +58,25 @@ def issue_operation(
     The caller has checked what it can check. Nothing is sent to members on lost nodes. They fail with
     their node.
     """
-    line = user_line()
+    what, line = _Operation(operation, inplace, root, reduction, splits), user_line()
     if cuts():
-        options = inplace, root, reduction, splits
         with covered(line) as note:
-            _issue(group, operation, parts, *options, line)
-            note(*_between(group, operation, parts, *options))
+            _issue(group, what, parts, line)
+            note(*_between(group, what, parts))
     else:
-        _issue(group, operation, parts, inplace, root, reduction, splits, line)
+        _issue(group, what, parts, line)
 
 
-def _issue(
-    group: ProcessGroup,
-    operation: str,
-    parts: Sequence[Operands],
-    inplace: bool,
-    root: int,
-    reduction: Reduction | None,
-    splits: ByteSplits,
-    line: Line,
-) -> None:
+def _issue(group: ProcessGroup, what: _Operation, parts: Sequence[Operands], line: Line) -> None:
     group.require()
-    op, factor = (None, None) if reduction is None else (reduction.name, reduction.factor)
+    operation, inplace = what.name, what.inplace
     if inplace:
         require_writable([h.storage for _, outs in parts for h in outs], line)
     # Only a copy may have its operands elsewhere than the group has its members: see `Groups.between`.
     homes = (
         [_home(group, rank, part) for rank, part in enumerate(parts)] if operation == "copy" else group.homes
     )
-    key = (
-        operation,
-        inplace,
-        root,
-        op,
-        factor,
-        splits,
-        *[(tuple([h.spec for h in ins]), tuple([h.spec for h in outs])) for ins, outs in parts],
-        *([home.place.local_device for home in homes] if operation == "copy" else ()),
-    )
-    compiled = group.templates.get(key)
-    if compiled is None:
-        if inplace:
-            _require_written(operation, parts)
-        if len(group.templates) >= _MOST:
-            group.templates.clear()
-        options: list[object] = [root, op, factor, inplace, *splits]
-        compiled = group.templates[key] = _compile(group, operation, parts, homes, options)
+    compiled = _compiled(group, what, parts, homes)
 
     def issue() -> None:
         # Another thread may have closed the group meanwhile, and then no worker knows it.
@@ -139,15 +123,10 @@ def _issue(
 
 
 def _between(
-    group: ProcessGroup,
-    operation: str,
-    parts: Sequence[Operands],
-    inplace: bool,
-    root: int,
-    reduction: Reduction | None,
-    splits: ByteSplits,
+    group: ProcessGroup, what: _Operation, parts: Sequence[Operands]
 ) -> tuple[Between, list[Handle]]:
     """Return what issues the operation again in a program, and what it reads."""
+    inplace = what.inplace
     reads = [h for ins, outs in parts for h in ((*ins, *outs) if inplace else ins)]
     makes = [] if inplace else [h for _, outs in parts for h in outs]
     shape = [(len(ins), [(h.spec, h.place) for h in outs]) for ins, outs in parts]
@@ -159,13 +138,13 @@ def _between(
             outs = [next(values) if inplace else new_value(*output) for output in outputs]
             now.append((ins, outs))
             fresh += outs
-        _issue(group, operation, now, inplace, root, reduction, splits, line)
+        _issue(group, what, now, line)
         return [] if inplace else fresh
 
     specs = tuple((count, tuple(spec for spec, _ in outs)) for count, outs in shape)
     between = Between(
-        operation,
-        (group.number, inplace, root, reduction, splits, specs),
+        what.name,
+        (group.number, *what[1:], specs),
         list(group.own),
         [h.ref for h in reads],
         [h.ref for h in makes],
@@ -188,15 +167,25 @@ def _require_written(operation: str, parts: Sequence[Operands]) -> None:
                 )
 
 
-def _compile(
-    group: ProcessGroup,
-    operation: str,
-    parts: Sequence[Operands],
-    homes: Sequence[Residence],
-    options: list[object],
+def _compiled(
+    group: ProcessGroup, what: _Operation, parts: Sequence[Operands], homes: Sequence[Residence]
 ) -> dict[Node, tuple[bytes, list[object]]]:
-    """Return, by node, what `Node.template` takes."""
-    compiled = {}
+    """Return, by node, what `Node.template` takes: as before, where the group has had such an operation."""
+    key = (
+        what,
+        *[(tuple([h.spec for h in ins]), tuple([h.spec for h in outs])) for ins, outs in parts],
+        *([home.place.local_device for home in homes] if what.name == "copy" else ()),
+    )
+    known = group.templates.get(key)
+    if known is not None:
+        return known
+    if what.inplace:
+        _require_written(what.name, parts)
+    if len(group.templates) >= _MOST:
+        group.templates.clear()
+    op, factor = (None, None) if what.reduction is None else (what.reduction.name, what.reduction.factor)
+    options: list[object] = [what.root, op, factor, what.inplace, *what.splits]
+    compiled: dict[Node, tuple[bytes, list[object]]] = {}
     for node, ranks in group.own.items():
         members = [
             [
@@ -207,8 +196,10 @@ def _compile(
             ]
             for rank in ranks
         ]
-        fields = [f"group::{operation}", [group.number, options, members], {}, 0]
+        fields = [f"group::{what.name}", [group.number, options, members], {}, 0]
         compiled[node] = msgpack.packb(fields), fields
+    # Ctrl-C may strike above: half of it is never remembered.
+    group.templates[key] = compiled
     return compiled
 
 

@@ -1,8 +1,8 @@
 """Composites that decompose differently by device travel whole: attention, recurrent layers, RMS norms.
 
 Left alone, torch would take a proxy for a device it knows nothing of. Attention would become a T x T product,
-and two LSTM layers over 20 steps 2,366 instructions. Foreach and fused optimizers travel whole by themselves:
-see install.py.
+two LSTM layers over 20 steps 2,366 instructions, and `one_hot` would take any class. Foreach and fused
+optimizers travel whole by themselves: see install.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,29 @@ RECURRENT = [
     for packet in (_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu)
     for op in (packet.input, packet.data)
 ]
+
+
+def one_hot(classes: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """Compute it in one instruction, as the worker's kernel refuses classes that are out of range.
+
+    torch's formula for a tensor subclass compares, so that such a class gets a row of zeros.
+    """
+    op = _aten.one_hot.default
+    # Modes, transforms and fakes look at each operator of the formula.
+    if type(classes) is not DistributedTensor or torch._C._len_torch_dispatch_stack():
+        return op.decompose(classes, num_classes)  # type: ignore[no-any-return]
+    if num_classes <= 0 and not classes.numel():
+        raise RuntimeError("Can not infer total number of classes from empty tensor.")
+    if num_classes == -1:
+        # The kernel compares the smallest class with 0.
+        num_classes = int(classes.max()) + 1
+    with torch._C._AutoDispatchBelowAutograd():
+        # The kernel's result is contiguous, where the formula would keep the strides of its operand.
+        return op(classes.contiguous(), num_classes)  # type: ignore[no-any-return]
+
+
 KERNELS: dict[Operator, Kernel] = {
+    _aten.one_hot.default: one_hot,
     _aten.scaled_dot_product_attention.default: attention,
     _aten.ctc_loss.Tensor: lambda *args: ctc_loss(DistributedTensor, _aten.ctc_loss.Tensor, args, {}),
     **{op: recurrent(op) for op in RECURRENT},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -202,3 +203,57 @@ def test_what_returns_its_operands_in_a_list_is_issued(session: Session) -> None
         for _ in range(2):
             one, two = torch.broadcast_tensors(x, x + 1)
             assert one.tolist() == [0, 1, 2, 3] and two.tolist() == [1, 2, 3, 4]
+
+
+# -- one_hot --------------------------------------------------------------------------------------------
+
+
+def classes(device: str, *values: int) -> torch.Tensor:
+    return torch.tensor(values, device=device)
+
+
+ONE_HOT: dict[str, Callable[[str], torch.Tensor]] = {
+    "with its number": lambda d: F.one_hot(classes(d, 3, 4, 1, 0), 6),
+    "without": lambda d: F.one_hot(classes(d, 3, 4, 1, 0)),
+    "a number": lambda d: F.one_hot(classes(d, 2)[0], 3),
+    "turned": lambda d: F.one_hot(torch.arange(6, device=d).view(2, 3).t(), 6),
+    "of nothing": lambda d: F.one_hot(torch.ones(4, 0, dtype=torch.int64, device=d), 10),
+    "vmap": lambda d: torch.vmap(lambda x: F.one_hot(x, 4))(classes(d, 3, 1, 0)),
+    "make_fx": lambda d: make_fx(lambda x: F.one_hot(x, 4))(classes(d, 3))(classes(d, 1)),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("name", [name for name in ONE_HOT if name != "make_fx"])
+def test_one_hot_is_as_here(session: Session, name: str, mode: Callable[[], Any]) -> None:
+    with mode():
+        local, remote = ONE_HOT[name]("cpu"), ONE_HOT[name](REMOTE)
+    assert torch.equal(remote.cpu(), local) and remote.dtype == local.dtype
+    # In inference mode the first result has the strides of torch's formula (docs/limits.md).
+    assert remote.stride() == local.stride() or name == "vmap" or mode is torch.inference_mode
+
+
+def test_one_hot_is_traced(session: Session) -> None:
+    assert ONE_HOT["make_fx"](REMOTE).tolist() == [[0, 1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda d: F.one_hot(classes(d, 3, 4), 3),
+        lambda d: F.one_hot(classes(d, 3, -1), 4),
+        lambda d: F.one_hot(classes(d, 3, -1)),
+        lambda d: F.one_hot(classes(d, 3), 0),
+        lambda d: F.one_hot(classes(d, 3), -2),
+        lambda d: F.one_hot(torch.ones(0, dtype=torch.int64, device=d)),
+        lambda d: F.one_hot(torch.ones(0, dtype=torch.int64, device=d), 0),
+        lambda d: F.one_hot(classes(d, 3).int(), 4),
+    ],
+)
+def test_a_class_that_is_out_of_range_is_no_row_of_zeros(
+    session: Session, call: Callable[[str], torch.Tensor]
+) -> None:
+    with pytest.raises(RuntimeError) as here:
+        call("cpu")
+    with pytest.raises(RuntimeError, match=f"^{re.escape(str(here.value))}"):
+        call(REMOTE).cpu()

@@ -143,17 +143,17 @@ def rehearse(
     Only dtypes count here, since no stand-in has values. `cpu_kernels` says whether the call will run kernels
     of a CPU. What the table calls suspicious is a mistake on a GPU too, with few exceptions.
     """
+    if func._schema.name.startswith("aten::_foreach_"):
+        # A GPU has kernels of its own for lists.
+        if cpu_kernels:
+            _rehearse_lists(func, args, kwargs, specs)
+        return
     if cpu_kernels and torch.Tag.pointwise in func.tags:
         others = [type(leaf) for leaf in tree_flatten((list(args), kwargs))[0]]
-        key = func, *((spec.dtype, len(spec.size) > 0) for spec in specs), *others
+        key = func, *map(_kind, specs), *others
         if key in _taken or not all(spec.dtype in _COMMON and spec.size.numel() for spec in specs):
             return
-        _raise_of_dtypes(
-            func,
-            args,
-            kwargs,
-            [torch.ones((1,) * len(spec.size), dtype=spec.dtype, device="cpu") for spec in specs],
-        )
+        _raise_of_dtypes(func, args, kwargs, [_of_ones(spec) for spec in specs])
         _taken.add(key)
         return
     suspicious = _SUSPICIOUS.get(func._schema.name)
@@ -162,6 +162,43 @@ def rehearse(
         return
     if suspicious(specs) and _elements(specs) <= _MOST:
         _raise_of_dtypes(func, args, kwargs, [_stand_in(spec) for spec in specs])
+
+
+def _rehearse_lists(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], specs: Sequence[Spec]
+) -> None:
+    """Rehearse an operator of lists with one position of each combination of dtypes."""
+    rest = iter(specs)
+    values = tree_map_only(torch.Tensor, lambda _: next(rest), [*args, *kwargs.values()])
+    # A tensor beside the lists is a number, or has one for each position.
+    if any(isinstance(value, Spec) and len(value.size) for value in values):
+        return
+    positions: dict[tuple[object, ...], int] = {}
+    for k, row in enumerate(zip(*(value for value in values if isinstance(value, (list, tuple))))):
+        tensors = [one for one in row if isinstance(one, Spec)]
+        if all(spec.dtype in _COMMON and spec.size.numel() for spec in tensors):
+            positions.setdefault(tuple(map(_kind, row)), k)
+    key = func, frozenset(positions), *(_kind(value) for value in values)
+    if not positions or key in _taken:
+        return
+    shorter = [
+        [value[k] for k in positions.values()] if isinstance(value, (list, tuple)) else value
+        for value in values
+    ]
+    twins = tree_map_only(Spec, _of_ones, shorter)
+    flat = [leaf for leaf in tree_flatten(twins)[0] if isinstance(leaf, torch.Tensor)]
+    _raise_of_dtypes(func, twins[: len(args)], dict(zip(kwargs, twins[len(args) :])), flat)
+    _taken.add(key)
+
+
+def _kind(value: object) -> object:
+    """Return what of an argument a rehearsal depends on."""
+    return (value.dtype, len(value.size) > 0) if isinstance(value, Spec) else type(value)
+
+
+def _of_ones(spec: Spec) -> torch.Tensor:
+    """Return a CPU tensor of this dtype and of as many dimensions, with one element."""
+    return torch.ones((1,) * len(spec.size), dtype=spec.dtype, device="cpu")
 
 
 def _raise_of_dtypes(

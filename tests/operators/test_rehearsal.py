@@ -115,7 +115,17 @@ OTHERS: dict[str, Callable[[str], object]] = {
     "put": lambda d: torch.put(_x(d), _x(d, whole)[0], _x(d, double)[0]),
     "put_": lambda d: _x(d).put_(_x(d, whole)[0], _x(d, double)[0]),
 }
-DTYPES = {**PRODUCTS, **ELEMENTS, **OTHERS}
+LISTS: dict[str, Callable[[str], object]] = {
+    "a list of bools": lambda d: torch._foreach_ceil([_x(d, truth), _x(d)]),
+    "a list, one of it bools": lambda d: torch._foreach_ceil([_x(d), _x(d), _x(d, truth)]),
+    "a list in place": lambda d: torch._foreach_abs_([_x(d, truth)]),
+    "a list and a number": lambda d: torch._foreach_add_([_x(d)], 1j),
+    "a list and numbers": lambda d: torch._foreach_add_([_x(d), _x(d)], [1.0, 1j]),
+    "two lists": lambda d: torch._foreach_sub([_x(d, truth)], [_x(d, truth)]),
+    "three lists": lambda d: torch._foreach_addcdiv([_x(d, whole)], [_x(d, whole)], [_x(d, whole)]),
+    "a list's norms": lambda d: torch._foreach_norm([_x(d, whole)]),
+}
+DTYPES = {**PRODUCTS, **ELEMENTS, **OTHERS, **LISTS}
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -229,6 +239,28 @@ def test_a_second_shape_is_not_rehearsed(session: object, monkeypatch: pytest.Mo
     assert calls == []
     torch.atan2(two.double(), two.double())
     assert calls == [torch.ops.aten.atan2.default]
+
+
+def test_a_second_list_of_the_same_dtypes_is_not_rehearsed(
+    session: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lists(*sizes: int) -> list[torch.Tensor]:
+        return [torch.ones(size, 2, device=REMOTE) for size in sizes]
+
+    calls: list[Any] = []
+    call = rehearsal._call
+    monkeypatch.setattr(rehearsal, "_call", lambda *args: calls.append(args) or call(*args))
+    monkeypatch.setattr(rehearsal, "_taken", set())
+    for sizes in ((3, 4, 3), (5,)):
+        torch._foreach_mul(lists(*sizes), lists(*sizes))
+        torch._foreach_mul(lists(*sizes), 2.0)
+    # One position stands for all that have its dtypes.
+    assert [[len(value) if isinstance(value, list) else value for value in args[1]] for args in calls] == [
+        [1, 1],
+        [1, 2.0],
+    ]
+    # Elements that are none are not rehearsed.
+    assert [t.tolist() for t in torch._foreach_sqrt([torch.ones(0, device=REMOTE)])] == [[]]
 
 
 def test_the_worker_decides_where_the_meta_kernel_alone_refuses(

@@ -104,6 +104,7 @@ LIARS = {
     "aten::_embedding_bag": "shapes of the bookkeeping results",
     "aten::_embedding_bag_forward_only": "shapes of the bookkeeping results",
     "aten::_grouped_mm": "takes bfloat16 only, in torch 2.13",
+    "prims::signbit": "dtype",
 }
 
 # What these meta kernels promise is what the CPU kernel keeps, and CUDA's does not (found over op_db, torch

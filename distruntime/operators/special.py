@@ -130,10 +130,35 @@ def ctc_loss(cls: Any, func: torch._ops.OpOverload, args: Sequence[Any], kwargs:
     return torch.ops.aten.ctc_loss.IntList(log_probs, targets, *numbers, *args[4:], **kwargs)
 
 
+def _scalars(cls: Any, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # The factors of a list of tensors may stand in a tensor. It is one of this process, also beside GPUs.
+    if func._overloadname != "Tensor" or type(args[3]) is cls:
+        return NotImplemented
+    factors, dims, length = args[3], args[3].dim(), len(args[0])
+    words = ""
+    if dims != 1:
+        words = f"Expected packed scalar Tensor to be of dimension 1. Got {dims} instead."
+    elif len(factors) != length:
+        words = (
+            f"Expected length of scalars to match input of length {length} but got {len(factors)} instead."
+        )
+    if words:
+        raise of_caller(RuntimeError(words))
+    packet = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::"))
+    return packet.ScalarList(*args[:3], factors.tolist())
+
+
 SPECIAL: dict[str, Special] = {
     "aten::ctc_loss": ctc_loss,
     "aten::to": _to,
     "aten::_has_compatible_shallow_copy_type": _decompose,
+    **dict.fromkeys(
+        (
+            *("aten::_foreach_addcmul", "aten::_foreach_addcmul_"),
+            *("aten::_foreach_addcdiv", "aten::_foreach_addcdiv_"),
+        ),
+        _scalars,
+    ),
     **dict.fromkeys(("aten::atleast_1d", "aten::atleast_2d", "aten::atleast_3d"), _decompose),
     **dict.fromkeys(
         ("aten::alpha_dropout", "aten::feature_dropout", "aten::feature_alpha_dropout"), _decompose

@@ -95,6 +95,26 @@ def test_a_saved_tensor_that_was_written_is_caught(device: str) -> Any:
 
 
 @agrees
+def test_writes_of_what_a_recurrent_layer_has_read_are_counted_as_here(device: str) -> Any:
+    """Its backward pass runs on the worker, which must not count what torch leaves out."""
+    gru = nn.GRU(3, 4)
+    with torch.no_grad():
+        for p in gru.parameters():
+            p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
+    gru, x = gru.to(device), tensor(device, 2, 3, grad=True)
+    out = gru(x)[0]
+    x.data.add_(1)
+    x.data.sub_(1)
+    out.sum().backward()
+    out = gru(x)[0]
+    with torch.no_grad():
+        gru.weight_hh_l0.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    return x.grad
+
+
+@agrees
 def test_in_place_on_a_view_reaches_the_base(device: str) -> Any:
     x = tensor(device, 4, 3, grad=True)
     base = x * 2

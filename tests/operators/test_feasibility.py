@@ -496,3 +496,24 @@ def test_the_lengths_of_a_single_sequence(device: str, lengths: str) -> Any:
     if lengths == "numbers":
         given = (12,), (3,)
     return torch.nn.functional.ctc_loss(scores, targets, *given)
+
+
+# Lists of tensors
+
+
+@pytest.mark.parametrize("name", ["addcmul", "addcdiv", "addcmul_", "addcdiv_"])
+@agrees
+def test_the_factors_of_a_list_stand_in_a_local_tensor(device: str, name: str) -> Any:
+    # On a GPU they must be local, too.
+    lists = [[tensor(device, 3), tensor(device, 2, 2)] for _ in range(3)]
+    call = getattr(torch, f"_foreach_{name}")
+    for wrong in (torch.tensor(2.0), torch.ones(3)):
+        with pytest.raises(RuntimeError, match=r"^Expected"):
+            call(*lists, scalars=wrong)
+    return call(*lists, scalars=torch.tensor([2.0, 0.5])), lists[0]
+
+
+@agrees
+def test_a_reference_of_torch_in_python_has_the_kernels_dtype_at_once(device: str) -> Any:
+    # The meta kernel of `prims::signbit` promises the operand's.
+    return torch._refs.signbit(tensor(device, 2, 3))

@@ -165,7 +165,9 @@ def _leaf(value: object, wanted: Iterator[bool], inputs: list[torch.Tensor]) -> 
     if isinstance(value, list):
         return [_leaf(item, wanted, inputs) for item in value]
     if isinstance(value, torch.Tensor):
-        value = value.detach()
+        # The master counts the writes of an operand, and leaves out those through `x.data`, as torch does. So
+        # the tape's twin has a counter of its own.
+        value = value.data
         if next(wanted):
             inputs.append(value.requires_grad_())
     return value

@@ -78,7 +78,8 @@ def cause_of(row: Row, causes: list[Cause]) -> Cause | None:
     """Return why a failed test fails; None if nobody knows."""
     if row.here == "failed":
         return OTHER_VERSION
-    if row.in_step == "passed":
+    # In step the worker is asked again, with a signature that it has corrected meanwhile.
+    if row.in_step == "passed" and "its meta kernel promised" not in row.error:
         return LATE
     known = next((cause for cause in causes if cause.explains(row)), None)
     return ALIKE_ALONE if known is None and row.here == ALIKE else known

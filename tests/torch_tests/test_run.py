@@ -120,6 +120,8 @@ def test_the_list_names_tests_and_words(lane: Any, tmp_path: Path) -> None:
     assert why(error="ValueError: x", test="g.py::C::test_c") is None
     assert why(error="ValueError: x", test="g.py::C::test_c", here="failed") == expected.OTHER_VERSION.why
     assert why(error="ValueError: x", test="g.py::C::test_c", in_step="passed") == expected.LATE.why
+    promised = "x gave (1,) bool where its meta kernel promised (1,) float32"
+    assert why(error=promised, test="g.py::C::test_c", in_step="passed") is None
 
 
 def test_a_cause_may_hold_in_one_mode(lane: Any, tmp_path: Path) -> None:

@@ -57,6 +57,11 @@ def _of_truth_values(specs: Sequence[Spec]) -> bool:
     return specs[0].dtype is torch.bool
 
 
+def _into_numbers(specs: Sequence[Spec]) -> bool:
+    # The second tensor, if there is one, is `out`.
+    return len(specs) == 2 and specs[1].dtype is not torch.bool
+
+
 # Operators whose kernels refuse dtypes that their meta kernels take, with what makes a call suspicious. The
 # time of a rehearsal depends on the shapes, so only suspicious calls are rehearsed. These are the mistakes
 # that people make: mixed precision, labels for logits, masks for numbers. Others fail on the worker, and are
@@ -95,6 +100,7 @@ _SUSPICIOUS: dict[str, Callable[[Sequence[Spec]], bool]] = {
     **dict.fromkeys(
         ("aten::argmax", "aten::argmin", "aten::topk", "aten::median", "aten::kthvalue"), _of_truth_values
     ),
+    **dict.fromkeys(("aten::all", "aten::any"), _into_numbers),
 }
 _SPEAKS_OF_TYPES = re.compile("type|not implemented for|complex|bool|integ", re.IGNORECASE)
 

@@ -106,6 +106,8 @@ OTHERS: dict[str, Callable[[str], object]] = {
     "topk": lambda d: _x(d, truth).topk(2),
     "median": lambda d: _x(d, truth).median(),
     "kthvalue": lambda d: _x(d, truth).kthvalue(1),
+    "all into numbers": lambda d: torch.all(_x(d), 1, out=_x(d)[0]),
+    "any into numbers": lambda d: torch.any(_x(d), 1, out=_x(d, whole)[0]),
     "index_put": lambda d: _x(d).index_put((_x(d, whole)[0] // 4,), _x(d, double)),
     "x[i] = y": lambda d: _x(d, whole).__setitem__(_x(d, whole)[0] // 4, _x(d)),
     "index_add": lambda d: _x(d).index_add(0, _x(d, whole)[0] // 4, _x(d, double)),

@@ -112,11 +112,13 @@ LIARS = {
 LIARS_ON_GPUS = {"aten::log_sigmoid_forward": "shape of the buffer"}
 
 _LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
-# These meta kernels do not know in which dtype the CPU kernel keeps its statistics, or that a result is a
-# lazy conjugate. It matters where an operand has a dtype that is named here.
+# These meta kernels do not know in which dtype the CPU kernel keeps its statistics, that a result is a lazy
+# conjugate, or that a truth value to the power of one keeps its dtype. It matters where an operand has one of
+# the dtypes that are named here.
 LIARS_OF_DTYPES = {
     # `left=False` solves the conjugate system.
     "aten::_linalg_solve_ex": frozenset({torch.complex64, torch.complex128}),
+    "aten::pow": frozenset({torch.bool}),
     "aten::native_layer_norm": _LOW_PRECISION,
     "aten::_batch_norm_with_update": _LOW_PRECISION,
     "aten::native_group_norm": _LOW_PRECISION,

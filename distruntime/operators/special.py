@@ -136,7 +136,9 @@ def _scalars(cls: Any, func: torch._ops.OpOverload, args: Sequence[Any], kwargs:
         return NotImplemented
     factors, dims, length = args[3], args[3].dim(), len(args[0])
     words = ""
-    if dims != 1:
+    if not factors.is_contiguous():
+        words = "Expected scalars to be contiguous."
+    elif dims != 1:
         words = f"Expected packed scalar Tensor to be of dimension 1. Got {dims} instead."
     elif len(factors) != length:
         words = (

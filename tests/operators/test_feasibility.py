@@ -507,7 +507,7 @@ def test_the_factors_of_a_list_stand_in_a_local_tensor(device: str, name: str) -
     # On a GPU they must be local, too.
     lists = [[tensor(device, 3), tensor(device, 2, 2)] for _ in range(3)]
     call = getattr(torch, f"_foreach_{name}")
-    for wrong in (torch.tensor(2.0), torch.ones(3)):
+    for wrong in (torch.tensor(2.0), torch.ones(3), torch.ones(6)[::2]):
         with pytest.raises(RuntimeError, match=r"^Expected"):
             call(*lists, scalars=wrong)
     return call(*lists, scalars=torch.tensor([2.0, 0.5])), lists[0]
@@ -517,3 +517,9 @@ def test_the_factors_of_a_list_stand_in_a_local_tensor(device: str, name: str) -
 def test_a_reference_of_torch_in_python_has_the_kernels_dtype_at_once(device: str) -> Any:
     # The meta kernel of `prims::signbit` promises the operand's.
     return torch._refs.signbit(tensor(device, 2, 3))
+
+
+@pytest.mark.parametrize("power", [True, 1, 2, 1.0])
+@agrees
+def test_a_power_of_truth_values_has_the_kernels_dtype_at_once(device: str, power: float) -> Any:
+    return (tensor(device, 2, 3) > 1).pow(power)

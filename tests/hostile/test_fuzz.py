@@ -392,8 +392,6 @@ GOOD: dict[str, Any] = {
                 *["a.py:1", ""],
             ]
         ],
-        ["cpu"],
-        [[1.0, [None]]],
     ],
     "AskStacks": "thread",
     "StopWorker": "pid 1 on here",

@@ -138,6 +138,14 @@ MUTANTS = [
         "tests/log/test_interrupted_issue.py::test_what_was_written_is_noted_for_autograd",
     ),
     Mutant(
+        "lists that are written to count no version",
+        "distruntime/operators/signatures.py",
+        "    if outcome.listed:",
+        "    if outcome.listed and False:",
+        ("tests/operators/test_autograd.py",),
+        "tests/operators/test_autograd.py::test_a_step_between_the_passes_is_caught",
+    ),
+    Mutant(
         "two values that one call makes are no kin",
         "distruntime/operators/signatures.py",
         "if len(own) > 1:",

@@ -86,6 +86,10 @@ def properties(place: Residence) -> DeviceProperties:
 def figures(place: Residence, *, reset: bool = False) -> Figures:
     """Return the memory of a place; with `reset` its peaks begin anew.
 
+    A GPU's figures are those of torch's allocator on its worker, for all sessions there. A CPU, and a
+    simulated GPU, has no such allocator. So what is allocated there is what this session's values hold, and
+    the peak is that of the worker's process.
+
     Block until all that was issued before has run.
     """
     rows = _ask(place, "reset_peak" if reset else "memory_figures", (int,) * len(Figures._fields))

@@ -26,7 +26,7 @@ from .ssh_address import SshAddress
 from .ssh_connection import Broken, SshConnection
 from .ssh_probe import best, interpreters, lacking, script
 from .ssh_setup import set_up
-from .ssh_ways import SshWays
+from .ssh_tunnels import SshTunnels
 
 log = logging.getLogger("distruntime")
 
@@ -74,7 +74,7 @@ class SshWorker(WorkerProcess):
         # An exception would keep its traceback, and the values in it.
         self._failure: tuple[type[DistruntimeError], str] | None = None
         # Other workers come by these.
-        self.ways = SshWays(address)
+        self.ways = SshTunnels(address)
         # It guards what follows.
         self._lock = RLock()
         self._connection: SshConnection | None = None

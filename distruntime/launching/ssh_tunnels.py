@@ -20,7 +20,7 @@ _ANSWER = 10.0
 
 
 @final
-class SshWays:
+class SshTunnels:
     """The ways of one worker. Any thread."""
 
     def __init__(self, address: SshAddress) -> None:

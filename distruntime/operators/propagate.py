@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import NotSupportedError, is_of_handler
 from ..log.spec import Spec, spec_of
-from ..wire.unsaid import unsaid_writes
+from ..wire.undeclared_writes import undeclared_writes
 from .rehearsal import refusal, rehearse
 
 # This is one of torch's operators. Each takes arguments of its own, which its schema says and no type.
@@ -173,7 +173,7 @@ def aliases(
     # A list of views shares this operand's memory: `split(Tensor(a -> *) self) -> Tensor(a)[]`.
     whole: int | None = None
     names = [argument.name for argument in schema.arguments]
-    unsaid = unsaid_writes(schema.name, names, {**dict(zip(names, args)), **kwargs})
+    unsaid = undeclared_writes(schema.name, names, {**dict(zip(names, args)), **kwargs})
     for k, argument in enumerate(schema.arguments):
         if not argument.kwarg_only and k < len(args):
             value = args[k]

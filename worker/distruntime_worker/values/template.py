@@ -17,7 +17,7 @@ import torch
 from distruntime.errors import ProtocolError
 from distruntime.wire.codec import KIN, OPERAND, unpack_constant
 from distruntime.wire.messages import Plain
-from distruntime.wire.unsaid import unsaid_writes
+from distruntime.wire.undeclared_writes import undeclared_writes
 
 from .step import Operator, Pattern, Run, Slots, Step, Words
 
@@ -124,7 +124,7 @@ class Template(Step):
             else set()
         )
         names = [a.name for a in schema.arguments] if schema else []
-        unsaid = unsaid_writes(name, names, {**dict(zip(names, args)), **kwargs})
+        unsaid = undeclared_writes(name, names, {**dict(zip(names, args)), **kwargs})
         closure: dict[str, object] = {"call": call, "fail": fail, "template": self}
         offset = 1
 

@@ -12,7 +12,7 @@ _TRAINING = ("training", "train", "use_input_stats")
 _PURE = ("backward", "functional", "_no_")
 
 
-def unsaid_writes(name: str, arguments: Sequence[str], given: Mapping[str, object]) -> set[str]:
+def undeclared_writes(name: str, arguments: Sequence[str], given: Mapping[str, object]) -> set[str]:
     """Return the names of the arguments that an operator writes besides those that its schema marks.
 
     `given` are its arguments by name.

@@ -20,7 +20,7 @@ from .edges import edged
 from .exchange import windowed
 from .grids import Grid, home_of, mixing_of
 from .halos import Slab
-from .held import Held
+from .sharded_weights import ShardedWeights
 from .weights import each, partition, require_dims
 from .windows import Grouped, Rule, Same, Spread, Window
 
@@ -48,7 +48,7 @@ def padded(x: torch.Tensor, pads: Sequence[tuple[int, int]], value: float = 0.0)
     return F.pad(x, [n for pair in reversed(pads) for n in pair], value=value)
 
 
-class _Convolution(Held):
+class _Convolution(ShardedWeights):
     """What the six layers share."""
 
     # There are so many dimensions of space.

@@ -13,13 +13,13 @@ from ..collectives import primitives
 from ..collectives.partition import Partition
 from ..errors import UsageError, without_our_frames
 from .grids import home_of, mixing_of
-from .held import Held
+from .sharded_weights import ShardedWeights
 from .weights import Copies, partition, require_default
 
 Tensors = list[torch.Tensor]
 
 
-class Linear(Held, torch.nn.Linear):
+class Linear(ShardedWeights, torch.nn.Linear):
     """`torch.nn.Linear` over shards of (..., features), cut along any dimension.
 
     Five forms follow from what is cut. If features are not, each place computes its rows. With `P_y`, inputs
@@ -88,7 +88,7 @@ def _multiplied(xs: Tensors, on: Partition, weights: Tensors, biases: Tensors | 
     ]
 
 
-class Embedding(Held, torch.nn.Embedding):
+class Embedding(ShardedWeights, torch.nn.Embedding):
     """`torch.nn.Embedding` over shards of numbers, cut along any dimension.
 
     The outputs have one dimension more. With `P_y` it is cut: each place then looks up its columns.

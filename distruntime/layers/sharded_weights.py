@@ -17,7 +17,7 @@ from .weights import Copies
 Feeds = Mapping[str, tuple[Copies, torch.Size]]
 
 
-class Held(torch.nn.Module):
+class ShardedWeights(torch.nn.Module):
     """A layer whose weights live whole on one place, or in parts: `layer.weight` is then a list."""
 
     # It is empty where weights live whole.

@@ -26,11 +26,11 @@ from ..log.handle import UNNUMBERED, Place, Residence
 from ..log.issue import issue_joint
 from ..log.line import user_line
 from ..log.log import Log
-from ..log.moment import at_one_moment
 from ..log.node import Node
 from ..log.spec import NO_TENSOR
 from ..log.storage import Storage
 from ..log.tape import recorded, unrecorded
+from ..log.total_order import in_total_order
 from ..session.meeting import Meeting
 from ..session.requests import Request
 from ..session.session import Session, active_session
@@ -388,7 +388,7 @@ class Groups:
                 )
                 raise
 
-        at_one_moment(self.session, issue)
+        in_total_order(self.session, issue)
         self._closing = {
             g: at
             for g, at in self._closing.items()

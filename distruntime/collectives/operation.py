@@ -17,11 +17,11 @@ from ..log.handle import Handle, Residence, new_value
 from ..log.issue import Between, covered, issue_joint
 from ..log.line import Line, user_line
 from ..log.log import relieve
-from ..log.moment import at_one_moment
 from ..log.node import Node
 from ..log.spec import operand_fields
 from ..log.storage import require_writable
 from ..log.tape import cuts
+from ..log.total_order import in_total_order
 from ..wire.data_channel import Reduction
 from .group import ProcessGroup, groups_of
 from .splits import NO_SPLITS, ByteSplits
@@ -117,7 +117,7 @@ def _issue(group: ProcessGroup, what: _Operation, parts: Sequence[Operands], lin
                 )
             raise
 
-    at_one_moment(group.session, issue)
+    in_total_order(group.session, issue)
     for node in group.own:
         relieve(node)
 

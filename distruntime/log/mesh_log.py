@@ -20,8 +20,8 @@ from ..wire.messages import MeshBody, MeshSegment, Message, OpenMesh, Plain, str
 from ..wire.shield import RLock, shield
 from .handle import Place, Residence
 from .log import Flight, Log, Signatures
-from .moment import HasMoments
 from .node import Node, NodeOwner
+from .total_order import TotallyOrdered
 
 # The pump leaves a log alone for so many looks in a row, of a millisecond each.
 _LOOKS = 8
@@ -39,7 +39,7 @@ class MeshPlaces(Signatures, Protocol):
         """Return the place of a node's device in use."""
 
 
-class MeshOwner(NodeOwner, HasMoments, Protocol):
+class MeshOwner(NodeOwner, TotallyOrdered, Protocol):
     """What a mesh's log needs of its session besides."""
 
     meshes: list[MeshLog]

@@ -17,9 +17,9 @@ from ..log.handle import Handle, Residence, new_value
 from ..log.issue import Between, covered, issue_joint
 from ..log.line import Line, user_line
 from ..log.log import relieve
-from ..log.moment import at_one_moment
 from ..log.spec import Spec, contiguous, operand_fields
 from ..log.tape import cuts
+from ..log.total_order import in_total_order
 from ..operators.proxies import wrap
 from ..session.session import session_of_log
 from ..tensors.tensor import DistributedTensor
@@ -169,7 +169,7 @@ def _put(
         serial = lines.serial if concurrent else groups_of(session_of_log(mesh_log)).launches(mesh_log)
         issue_joint(words, made, ins if made else [*ins, *outs], written, [home], serial, line)
 
-    at_one_moment(mesh_log.session, issue)
+    in_total_order(mesh_log.session, issue)
     return made
 
 

@@ -30,9 +30,9 @@ from ..errors import (
 from ..log.handle import Handle
 from ..log.ledger import BESIDE
 from ..log.log import relieve
-from ..log.moment import at_one_moment
 from ..log.node import Node
 from ..log.shards import member_of, mesh_of
+from ..log.total_order import in_total_order
 from ..mesh.mesh import DeviceMesh
 from ..operators.proxies import wrap
 from ..session.meeting import proposed
@@ -154,7 +154,7 @@ class _Team:
         operands, wants = self._operands(name, given)
         callee = self._callee_of(name, code.digest, packed, operands, wants)
         # Workers would wait for each other if another thread issued a call or a collective between two parts.
-        running = at_one_moment(
+        running = in_total_order(
             self.log.session, lambda: self._issue(callee, code, packed, operands, wants, timeout)
         )
         for node in running:

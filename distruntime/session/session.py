@@ -76,7 +76,7 @@ class Session:
         self.patience = CONNECT.seconds
         # All logs have this lock: meshes and workers are issued to, and sent to, one at a time.
         self.lock = RLock()
-        # log/moment.py says what a moment is.
+        # log/total_order.py says what a moment is.
         self.in_moment = False
         # These are the logs of meshes.
         self.meshes: list[MeshLog] = []

@@ -24,7 +24,7 @@ from ..wire.shield import RLock, shield
 T = TypeVar("T")
 
 
-class HasMoments(Protocol):
+class TotallyOrdered(Protocol):
     """A session, as it is seen from here."""
 
     lock: RLock
@@ -32,7 +32,7 @@ class HasMoments(Protocol):
     in_moment: bool
 
 
-def at_one_moment(session: HasMoments, issue: Callable[[], T]) -> T:
+def in_total_order(session: TotallyOrdered, issue: Callable[[], T]) -> T:
     """Call `issue`, which puts one such operation into logs, and return what it returns.
 
     Ctrl-C waits until the end.

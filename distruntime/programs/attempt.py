@@ -39,7 +39,7 @@ from .run import (
     stripped,
     unsteady,
 )
-from .watch import LocalDraws, watched
+from .side_effects import LocalDraws, watched
 
 
 class Attempt:

@@ -12,7 +12,7 @@ from functools import partial
 from ..guards.functions import is_traced
 from ..log.handle import Handle
 from ..session.holders import tracked, tracked_ids
-from .watch import others_run
+from .side_effects import others_run
 
 
 class _Made:

@@ -21,9 +21,9 @@ from .handlers import Handlers
 from .kinds import Kinds
 from .plan import Plan
 from .run import Stripped, dressed, laid_out, stripped
+from .side_effects import others_run
 from .signature import signature_of
 from .turns import Recorder, Turns
-from .watch import others_run
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -27,7 +27,7 @@ from .functions import (
     starts_thread,
 )
 from .notes import Notes
-from .reach import Reach
+from .reachable import Reachable
 from .seen import key_of, looked_up
 
 # These take an object, and read nothing in it.
@@ -91,7 +91,7 @@ class Calls:
             self._notes.note(
                 f"the cache of {function.__name__}", "given", _answers, (function,), _answers(function)
             )
-            for one in Reach([(function.__name__, function.__wrapped__)]).seen:
+            for one in Reachable([(function.__name__, function.__wrapped__)]).seen:
                 if not isinstance(one.holder, Anchor) and not isinstance(one.held, Anchor):
                     self._notes.found.setdefault(key_of(one), one)
 

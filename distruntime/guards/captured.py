@@ -30,7 +30,7 @@ from torch._library.custom_ops import CustomOpDef
 
 from ..errors import is_of_handler
 from .own_code import NOT_SENT, PACKAGE, has_body
-from .reach import chains_read, globals_read
+from .reachable import chains_read, globals_read
 from .seen import HEAP, MISSING, PLAIN
 from .unchanged import (
     MOST_BYTES,

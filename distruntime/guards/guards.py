@@ -14,7 +14,7 @@ import torch
 
 from .anchors import Anchor, anchored
 from .arithmetic import Term
-from .reach import Reach
+from .reachable import Reachable
 from .seen import (
     LISTED,
     MISSING,
@@ -79,7 +79,7 @@ class Guards:
 
     def __init__(
         self,
-        reach: Reach,
+        reach: Reachable,
         reads: Mapping[Key, Seen],
         kept: Mapping[str, object],
         free: Collection[Term],
@@ -215,7 +215,7 @@ class Guards:
 
 
 def _to_watch(
-    reach: Reach,
+    reach: Reachable,
     reads: Mapping[Key, Seen],
     free: Collection[Term],
     steps: Container[int],

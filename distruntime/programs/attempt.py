@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten
 
 from ..guards.arithmetic import Arithmetic
 from ..guards.marks import marks
-from ..guards.reach import Reach
+from ..guards.reachable import Reachable
 from ..guards.reads import Reads
 from ..guards.seen import PLAIN
 from ..guards.tracing import traced
@@ -70,7 +70,7 @@ class Attempt:
             for mesh in self._session.meshes
             for key, tensor in mesh.residence().numbers.items()
         ]
-        before = self.before = Reach(self._roots)
+        before = self.before = Reachable(self._roots)
         self._counted = {key: (tensor, tensor.item()) for key, tensor in before.steps.items()}
         self.terms = Arithmetic(
             {k: leaf for k, leaf in enumerate(leaves) if type(leaf) is float}, self._counted
@@ -134,7 +134,7 @@ class Attempt:
             recording.unfit = self.unfit or recording.unfit
             changed = self.reads.notes.renew()
             steps = {key: tensor for key, (tensor, was) in self._counted.items() if tensor.item() == was + 1}
-            after = self.after = Reach(self._roots)
+            after = self.after = Reachable(self._roots)
             if not first:
                 require_unchanged(self.before, after, steps)
             # These are the handles of the tensors that were returned.

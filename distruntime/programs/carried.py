@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..guards.anchors import Anchor, anchored
-from ..guards.reach import Reach, local_of
+from ..guards.reachable import Reachable, local_of
 from ..guards.seen import Seen, same
 from ..log.handle import Residence
 from ..log.spec import Spec
@@ -46,14 +46,14 @@ def _bare(tensor: object) -> bool:
     )
 
 
-def kinds_found(reach: Reach) -> dict[str, Kind | None]:
+def kinds_found(reach: Reachable) -> dict[str, Kind | None]:
     """Return of what kind a tensor is at each path, where there is one, and where there may be one later."""
     found: dict[str, Kind | None] = {one.path: NOTHING for one in reach.seen if one.value is None}
     found.update({path: kind_of(tensor) for path, tensor in reach.paths.items()})
     return found
 
 
-def renewed_kinds(run: Run, entered: Mapping[str, Kind | None], after: Reach) -> dict[str, Kind]:
+def renewed_kinds(run: Run, entered: Mapping[str, Kind | None], after: Reachable) -> dict[str, Kind]:
     """Return the paths at which another tensor of a kind may stand, each with the kind that was found there.
 
     They are those where the run has left another tensor. `entered` has what stood at each path before it.
@@ -73,7 +73,9 @@ def renewed_kinds(run: Run, entered: Mapping[str, Kind | None], after: Reach) ->
 class Carried:
     """The tensors that a plan renews and that others may replace until the next call."""
 
-    def __init__(self, after: Reach, renewed: Sequence[DistributedTensor], kinds: Mapping[str, Kind]) -> None:
+    def __init__(
+        self, after: Reachable, renewed: Sequence[DistributedTensor], kinds: Mapping[str, Kind]
+    ) -> None:
         paths: dict[int, list[str]] = {}
         for path, tensor in after.paths.items():
             paths.setdefault(id(tensor), []).append(path)
@@ -95,7 +97,7 @@ class Carried:
             self._kinds.get(id(tensor), own) != own for tensor in renewed if (own := kind_of(tensor))
         )
 
-    def _find_homes(self, after: Reach) -> None:
+    def _find_homes(self, after: Reachable) -> None:
         inside = [(one, set(self._inside(one.value))) for one in after.seen]
         fixed: set[int] = set()
         for one, found in inside:

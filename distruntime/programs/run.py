@@ -13,7 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from ..errors import NotSupportedError
 from ..guards.arithmetic import Term, explained
 from ..guards.marks import Marks, changed
-from ..guards.reach import Reach, local_of
+from ..guards.reachable import Reachable, local_of
 from ..guards.seen import PLAIN, Key, Seen, same
 from ..log.handle import Handle
 from ..log.spec import Spec
@@ -261,7 +261,7 @@ def returned_from(
     return described
 
 
-def require_unchanged(before: Reach, after: Reach, steps: Container[int]) -> None:
+def require_unchanged(before: Reachable, after: Reachable, steps: Container[int]) -> None:
     """Raise `NotSupportedError` if a function has changed what no replay would change."""
     known = {(one.path, one.form): one for one in before.seen}
     for one in after.seen:
@@ -284,7 +284,7 @@ def require_unchanged(before: Reach, after: Reach, steps: Container[int]) -> Non
         )
 
 
-def replaced(before: Reach, after: Reach, state: Collection[str]) -> dict[str, object]:
+def replaced(before: Reachable, after: Reachable, state: Collection[str]) -> dict[str, object]:
     """Return the objects that a run has put in place of others, and that hold what it has left (`state`)."""
     known = {(one.path, one.form): one.value for one in before.seen}
     return {
@@ -297,7 +297,7 @@ def replaced(before: Reach, after: Reach, state: Collection[str]) -> dict[str, o
     }
 
 
-def unsteady(before: Reach, after: Reach, free: Collection[str], run: Run, last: Run) -> str:
+def unsteady(before: Reachable, after: Reachable, free: Collection[str], run: Run, last: Run) -> str:
     """Say what a run has not left of the kind that it found, or return nothing.
 
     Only a run that ends as it began is what the next call would do. At the paths in `free` a call may find
@@ -337,7 +337,7 @@ def _plain(one: Seen) -> bool:
 
 def state_behind(
     recording: Recording,
-    after: Reach,
+    after: Reachable,
     before: dict[int, str],
     arguments: dict[int, int],
     returned: set[int],

@@ -48,7 +48,7 @@ def _seen(path: str, form: str, owner: object, key: object, value: object) -> Se
     return Seen(path, form, owner, key, value)
 
 
-class Reach:
+class Reachable:
     """What can be reached from `roots`, each with its name, at this moment."""
 
     def __init__(self, roots: list[tuple[str, object]]) -> None:

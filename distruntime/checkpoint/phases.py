@@ -14,8 +14,8 @@ from itertools import count
 from typing import NamedTuple
 
 from ..errors import CheckpointError, DistruntimeError, NodeFailed, SessionClosed, WaitTimeout
+from ..log.failure_log import Cause, Key
 from ..log.handle import Handle
-from ..log.ledger import Cause, Key
 from ..log.line import Line, line_text
 from ..log.node import Node
 from ..session.failures import remote_error
@@ -32,7 +32,7 @@ log = logging.getLogger("distruntime")
 VERSION = 1
 # So many seconds lie between looks whether the workers of a save can be reached.
 _LOOK = 0.5
-# Failures that no instruction has are filed under negative numbers: see Ledger.unread.
+# Failures that no instruction has are filed under negative numbers: see FailureLog.unread.
 _keys = count(-1, -1).__next__
 
 
@@ -103,7 +103,7 @@ class Saving:
         if self._filed is not None:
             node, key = self._filed
             with node.lock:
-                node.ledger.unread.pop(key, None)
+                node.failure_log.unread.pop(key, None)
         if self._failure is not None:
             raise self._failure()
 
@@ -273,7 +273,7 @@ class Saving:
         """Let the next `synchronize` raise it, or `shutdown`, if nobody waits before."""
         key = (0, _keys(), -1)
         with node.lock:
-            node.ledger.unread[key] = cause
+            node.failure_log.unread[key] = cause
         self._filed = node, key
 
     def _end(self, failure: Callable[[], BaseException] | None, silent: bool = False) -> None:

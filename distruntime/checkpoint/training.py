@@ -144,9 +144,9 @@ def _start_again(session: Session, attempt: int, attempts: int) -> None:
             except DistruntimeError as error:
                 log.info("%s: left from the attempt before: %s", node, _first_sentence(error))
             # They belong to the attempt that has ended, and the next one does not want them.
-            if node.ledger.unread:
-                log.info("%s: %d operations of the attempt before failed", node, len(node.ledger.unread))
-                node.ledger.unread.clear()
+            if node.failure_log.unread:
+                log.info("%s: %d operations of the attempt before failed", node, len(node.failure_log.unread))
+                node.failure_log.unread.clear()
         # The look above may have found it lost. Another worker may have taken its place meanwhile, and is to
         # keep it.
         if session.nodes[index].failed is not None:

@@ -17,7 +17,7 @@ from ..wire.channel import Channel
 from ..wire.codec import failure_from
 from ..wire.link import Link
 from ..wire.messages import FORGET, Done, Failure, Segment, Welcome
-from .ledger import Cause, Ledger, key_of
+from .failure_log import Cause, FailureLog, key_of
 from .line import Line, text_of_part
 from .log import Flight, Log, Owner
 from .replies import is_spec
@@ -61,7 +61,7 @@ class Node(Log):
         # It is True if the worker reads this process's shared memory.
         self.shared = shared
         self.presence = Presence()
-        self.ledger = Ledger()
+        self.failure_log = FailureLog()
         # The worker is in the meshes that have these logs.
         self.meshes: list[Log] = []
         # This says what of the user's lived there, as it was when somebody first met the loss.
@@ -187,11 +187,11 @@ class Node(Log):
     def _file(self, failure: Failure, flight: Flight) -> None:
         key = key_of(failure)
         # A reply may have named it before its segment was done.
-        if key not in self.ledger:
+        if key not in self.failure_log:
             line = flight.line_at(failure.position)
             call = None if line is None else line[1]
             log = None if flight.log is self else flight.log
-            self.ledger.file(key, Cause(failure, text_of_part(line, failure.part), call, log=log))
+            self.failure_log.file(key, Cause(failure, text_of_part(line, failure.part), call, log=log))
 
     def _file_running(self, failure: Failure) -> None:
         """File a failure of a segment that is not done."""
@@ -221,9 +221,9 @@ class Node(Log):
             return replace(origin.cause(replace(failure, node=-1)), where=origin.index)
         key = key_of(failure)
         with self.lock:
-            if key not in self.ledger:
+            if key not in self.failure_log:
                 self._file_running(failure)
-            found = self.ledger.read(key) or Cause(failure, "")
+            found = self.failure_log.read(key) or Cause(failure, "")
         # Each of a mesh's members here may have failed in its own way.
         return found if found.failure == failure else replace(found, failure=failure)
 

@@ -27,8 +27,8 @@ from ..errors import (
     drop_frames,
     without_our_frames,
 )
+from ..log.failure_log import BESIDE
 from ..log.handle import Handle
-from ..log.ledger import BESIDE
 from ..log.log import relieve
 from ..log.node import Node
 from ..log.shards import member_of, mesh_of

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, final
 
 from ..errors import WaitTimeout
-from ..log.ledger import Cause
+from ..log.failure_log import Cause
 from ..log.log import Log
 from ..log.node import Node
 from ..wire.channel import Channel
@@ -165,7 +165,11 @@ class Ending:
                         "s" if count > 1 else "",
                         "them" if count > 1 else "it",
                     )
-        return [(n, n.ledger.unread[next(iter(n.ledger.unread))]) for n in session.nodes if n.ledger.unread]
+        return [
+            (n, n.failure_log.unread[next(iter(n.failure_log.unread))])
+            for n in session.nodes
+            if n.failure_log.unread
+        ]
 
     def _part(self, word: Message, deadline: float | None) -> list[Node]:
         """Say the last word to each worker, and wait until it has arrived there.

@@ -19,7 +19,7 @@ from ..errors import (
     UsageError,
     WaitTimeout,
 )
-from ..log.ledger import Cause
+from ..log.failure_log import Cause
 from ..log.line import callers_text
 from ..log.node import Node
 from ..wire.messages import Failure

@@ -16,7 +16,7 @@ from itertools import count
 from typing import Generic, TypeVar
 
 from ..errors import ProtocolError
-from ..log.ledger import Cause
+from ..log.failure_log import Cause
 from ..log.log import Log
 from ..log.node import Node
 from ..log.replies import require

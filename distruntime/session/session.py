@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..errors import DistruntimeError, ProtocolError, SessionClosed, UsageError
-from ..log.ledger import Cause
+from ..log.failure_log import Cause
 from ..log.line import user_line
 from ..log.log import Log
 from ..log.mesh_log import MeshLog
@@ -381,11 +381,11 @@ class Session:
 
         Later ones depend on it, or come next time.
         """
-        if node.ledger.unread:
-            key = next(iter(node.ledger.unread))
-            more = len(node.ledger.unread) - 1
-            cause = node.ledger.unread[key]
-            node.ledger.unread.clear()
+        if node.failure_log.unread:
+            key = next(iter(node.failure_log.unread))
+            more = len(node.failure_log.unread) - 1
+            cause = node.failure_log.unread[key]
+            node.failure_log.unread.clear()
             if more:
                 log.warning(
                     "%s: besides the operation whose error is raised now, %s%d other%s failed; each of their "

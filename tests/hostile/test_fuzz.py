@@ -19,7 +19,7 @@ import torch
 
 import distruntime as dr
 import fuzz_seeds
-from distruntime.log.ledger import Cause
+from distruntime.log.failure_log import Cause
 from distruntime.log.replies import FORMS, devices_from, is_spec, is_tensor, require
 from distruntime.session.failures import remote_error
 from distruntime.session.session import active_session

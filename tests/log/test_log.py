@@ -12,7 +12,7 @@ import torch
 
 import distruntime as dr
 from distruntime.log.checks import Checks
-from distruntime.log.ledger import Cause, Ledger
+from distruntime.log.failure_log import Cause, FailureLog
 from distruntime.log.log import Log
 from distruntime.log.mesh_log import MeshLog
 from distruntime.log.node import Node
@@ -67,25 +67,25 @@ def _cause(kind: str = "builtins.ValueError") -> Cause:
 
 
 def test_a_failure_that_was_read_stays_for_who_reads_again() -> None:
-    ledger, cause = Ledger(), _cause()
-    ledger.file((1, 4), cause)
-    assert (1, 4) in ledger and (1, 5) not in ledger and ledger.unread == {(1, 4): cause}
-    assert ledger.read((1, 4)) is cause and ledger.read((1, 5)) is None
-    assert not ledger.unread and ledger.read((1, 4)) is cause
+    failure_log, cause = FailureLog(), _cause()
+    failure_log.file((1, 4), cause)
+    assert (1, 4) in failure_log and (1, 5) not in failure_log and failure_log.unread == {(1, 4): cause}
+    assert failure_log.read((1, 4)) is cause and failure_log.read((1, 5)) is None
+    assert not failure_log.unread and failure_log.read((1, 4)) is cause
 
 
 def test_nobody_is_told_of_a_cancellation_that_somebody_has_asked_for() -> None:
-    ledger, cause = Ledger(), _cause("distruntime.errors.StreamCancelled")
-    ledger.file((1, 4), cause)
-    assert not ledger.unread and ledger.read((1, 4)) is cause
+    failure_log, cause = FailureLog(), _cause("distruntime.errors.StreamCancelled")
+    failure_log.file((1, 4), cause)
+    assert not failure_log.unread and failure_log.read((1, 4)) is cause
 
 
 def test_the_oldest_of_too_many_failures_goes() -> None:
-    ledger = Ledger()
+    failure_log = FailureLog()
     for position in range(1001):
-        ledger.file((1, position), _cause())
-    assert (1, 0) not in ledger and (1, 1) in ledger and (1, 1000) in ledger
-    assert len(ledger.unread) == 1000 and (1, 1000) not in ledger.unread
+        failure_log.file((1, position), _cause())
+    assert (1, 0) not in failure_log and (1, 1) in failure_log and (1, 1000) in failure_log
+    assert len(failure_log.unread) == 1000 and (1, 1000) not in failure_log.unread
 
 
 @pytest.mark.parametrize(("on_mesh", "gone"), [(False, False), (True, False), (False, True)])

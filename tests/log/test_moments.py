@@ -158,7 +158,9 @@ def test_an_operation_that_gets_to_some_members_only_breaks_its_group_and_nobody
     assert x.to(node=0).tolist() == [1, 1]
     for node in active_session().nodes:
         with (
-            pytest.raises(NodeFailed, match="some of its members only") if node.ledger.unread else _nothing()
+            pytest.raises(NodeFailed, match="some of its members only")
+            if node.failure_log.unread
+            else _nothing()
         ):
             dr.synchronize(node.index)
 

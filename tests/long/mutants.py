@@ -82,7 +82,7 @@ MUTANTS = [
     ),
     Mutant(
         "a failure that was read is told once more at the end",
-        "distruntime/log/ledger.py",
+        "distruntime/log/failure_log.py",
         "self.unread.pop(key, None)",
         "self.unread.get(key)",
         ("tests/log/test_log.py", "tests/session/test_failures.py"),

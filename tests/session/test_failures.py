@@ -71,7 +71,7 @@ def test_running_out_of_memory_can_be_caught_as_such(session: object) -> None:
     ],
 )
 def test_the_classes_that_a_worker_may_name(session: object, kind: str) -> None:
-    from distruntime.log.ledger import Cause
+    from distruntime.log.failure_log import Cause
     from distruntime.session.failures import remote_error
     from distruntime.session.session import active_session
     from distruntime.wire.messages import Failure
@@ -100,7 +100,7 @@ def test_the_classes_that_a_worker_may_name(session: object, kind: str) -> None:
     ],
 )
 def test_a_worker_cannot_choose_any_class(session: object, kind: str) -> None:
-    from distruntime.log.ledger import Cause
+    from distruntime.log.failure_log import Cause
     from distruntime.session.failures import remote_error
     from distruntime.session.session import active_session
     from distruntime.wire.messages import Failure

@@ -36,7 +36,7 @@ class Cause:
     log: Log | None = None
 
 
-class Ledger:
+class FailureLog:
     """First causes by segment and position.
 
     Those that were read stay, for whoever reads the same value again.

@@ -1,8 +1,8 @@
 """The weights of layers over partitioned tensors: they live whole on one place, as in the serial layer.
 
 So a layer's names, its `state_dict`, its initialisation and its optimizer are those of the serial layer. Each
-forward pass copies to the places what they need. The gradients come back as sums. sharded_weights.py has weights that
-live in parts.
+forward pass copies to the places what they need. The gradients come back as sums. sharded_weights.py has
+weights that live in parts.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ def aliases(
     # A list of views shares this operand's memory: `split(Tensor(a -> *) self) -> Tensor(a)[]`.
     whole: int | None = None
     names = [argument.name for argument in schema.arguments]
-    unsaid = undeclared_writes(schema.name, names, {**dict(zip(names, args)), **kwargs})
+    undeclared = undeclared_writes(schema.name, names, {**dict(zip(names, args)), **kwargs})
     for k, argument in enumerate(schema.arguments):
         if not argument.kwarg_only and k < len(args):
             value = args[k]
@@ -189,7 +189,7 @@ def aliases(
                 whole = number
             if argument.alias_info.is_write:
                 written += range(number, number + here)
-        elif argument.name in unsaid:
+        elif argument.name in undeclared:
             written += range(number, number + here)
         number += here
     shared: list[int | None] = []

@@ -108,7 +108,7 @@ class Members:
         return host, self._outcomes.listen(host)
 
     def reach(self, host: str, port: int) -> str:
-        """Reachable the store of the mesh, before all calls; return why that was not possible, or nothing."""
+        """Reach the store of the mesh, before all calls; return why that was not possible, or nothing."""
         if here.call is not None:
             here.call.poll()
         with self._around.paused():

@@ -67,7 +67,7 @@ class Outcomes:
         return port
 
     def connect(self, host: str, port: int, check: Check, limit: float) -> str:
-        """Reachable the store, if there are other workers. Return why it was not reached within so many seconds.
+        """Reach the store, if there are other workers. Return why it was not reached within so many seconds.
 
         Nothing if it was.
         """

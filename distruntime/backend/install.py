@@ -74,6 +74,21 @@ class _Guard(torch._C._acc.DeviceGuard):
         return torch._C._autograd.DeviceType.VE  # type: ignore[attr-defined, no-any-return]
 
 
+def _replace_lists() -> None:
+    """Put remote tensors into the lists by which torch's Python decides, and move modules across places."""
+    # With this, make_fx records proxies.
+    proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, DistributedTensor)  # type: ignore[assignment]
+    _foreach_utils._get_foreach_kernels_supported_devices = _foreach_devices
+    # The optimizers have imported it by name.
+    for module in (_foreach_utils, sys.modules["torch.optim.optimizer"]):
+        module._get_fused_kernels_supported_devices = _fused_devices  # type: ignore[attr-defined]
+    _optimizer._foreach_supported_types.append(DistributedTensor)
+    # Clipping asks another list of this name. Without it, each gradient is a norm and a product of its own.
+    _foreach_utils._foreach_supported_types.append(DistributedTensor)  # type: ignore[arg-type]
+    torch.nn.Module._apply = _apply_across  # type: ignore[method-assign]
+    torch.nn.Module.to = _to_place  # type: ignore[method-assign, assignment]
+
+
 def install() -> None:
     """Make "remote" a device of torch. Does its work once; nothing changes for local tensors.
 
@@ -105,17 +120,7 @@ def install() -> None:
     if key == "privateuseone":
         _library.append(torch.library.Library("_", "IMPL"))
         install_autocast(_library[0], _library[-1])
-    # With this, make_fx records proxies.
-    proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, DistributedTensor)  # type: ignore[assignment]
-    _foreach_utils._get_foreach_kernels_supported_devices = _foreach_devices
-    # The optimizers have imported it by name.
-    for module in (_foreach_utils, sys.modules["torch.optim.optimizer"]):
-        module._get_fused_kernels_supported_devices = _fused_devices  # type: ignore[attr-defined]
-    _optimizer._foreach_supported_types.append(DistributedTensor)
-    # Clipping asks another list of this name. Without it, each gradient is a norm and a product of its own.
-    _foreach_utils._foreach_supported_types.append(DistributedTensor)  # type: ignore[arg-type]
-    torch.nn.Module._apply = _apply_across  # type: ignore[method-assign]
-    torch.nn.Module.to = _to_place  # type: ignore[method-assign, assignment]
+    _replace_lists()
     install_load()
     torch.save = save
     torch.random.fork_rng = fork_rng  # type: ignore[assignment]

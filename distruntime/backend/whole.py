@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -159,6 +159,26 @@ def whole(op: Operator, args: Sequence[object], kwargs: dict[str, object], place
     return out[0] if len(op._schema.returns) == 1 else tuple(out)
 
 
+def _call_of(
+    op: Operator,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    flags: list[bool],
+    lower: torch.dtype | None,
+    chosen: tuple[int, ...] | None,
+    specs: Sequence[Spec] | None,
+) -> tuple[str, list[object]]:
+    """Return the worker's function that runs a composite with autograd on, and what it is called with."""
+    strides = None if specs is None else [list(spec.stride) for spec in specs]
+    name = f"{op._schema.name}.{op._schema.overload_name or 'default'}"
+    packed = [strides, name, flags, *args, *(kwargs.get(a.name) for a in op._schema.arguments[len(args) :])]
+    if lower is not None:
+        return "distruntime::record_autocast", [lower, *packed]
+    if chosen is not None:
+        return "distruntime::record_attention", [list(chosen), *packed]
+    return "distruntime::record", packed
+
+
 def _record(
     op: Operator,
     args: Sequence[object],
@@ -174,7 +194,6 @@ def _record(
     """
     node = place.node
     relieve(node)
-    name = f"{op._schema.name}.{op._schema.overload_name or 'default'}"
     chosen = _chosen(op, place)
     # Fused attention leaves its result as its query lies, and only the worker knows which kernel it takes.
     as_found = op == ATTENTION and not place.has_cpu_kernels and not node.members
@@ -196,13 +215,7 @@ def _record(
             before_wait(
                 f"{op} (a device's kernel decides its results' {'strides' if as_found else 'dtypes'})"
             )
-    strides = None if specs is None else [list(spec.stride) for spec in specs]
-    packed = [strides, name, flags, *args, *(kwargs.get(a.name) for a in op._schema.arguments[len(args) :])]
-    function = "distruntime::record"
-    if lower is not None:
-        packed, function = [lower, *packed], "distruntime::record_autocast"
-    elif chosen is not None:
-        packed, function = [list(chosen), *packed], "distruntime::record_attention"
+    function, packed = _call_of(op, args, kwargs, flags, lower, chosen, specs)
     count = len(op._schema.returns) + 1
     handles = [new_value(s, place) for s in (*(specs or [PENDING] * (count - 1)), NO_TENSOR)]
     operands = [t._handle for t in tree_flatten((list(args), kwargs))[0] if type(t) is DistributedTensor]

@@ -61,25 +61,7 @@ def mesh_of(
     """
     line = line or user_line()
     if cuts():
-        with covered(line) as note:
-            found = mesh_of(mesh_log, home, handles, into, line)
-            reads, fresh, count = [*handles, *([] if into is None else [into])], into is None, len(handles)
-
-            def again(given: Sequence[Handle], at: Line) -> Sequence[Handle]:
-                made = mesh_of(mesh_log, home, given[:count], None if fresh else given[-1], at)
-                return [made] if fresh else []
-
-            between = Between(
-                "shards",
-                (count, fresh),
-                [mesh_log, *mesh_log.ranks],
-                [h.ref for h in reads],
-                [found.ref] if fresh else [],
-                [found.storage] if fresh else [],
-                again,
-            )
-            note(between, reads)
-        return found
+        return _recorded(mesh_log, home, handles, into, line)
     spec = handles[0].spec
     storage = whole_of(mesh_log, handles)
     if storage is None:
@@ -110,6 +92,31 @@ def mesh_of(
             # No word of the mesh's own log makes it; the logs keep their order.
             whole.born = (0, line[1], line[2])
     return whole
+
+
+def _recorded(
+    mesh_log: MeshLog, home: Residence, handles: Sequence[Handle], into: Handle | None, line: Line
+) -> Handle:
+    """Make a mesh's value while a program is recorded, which notes how a replay makes it."""
+    with covered(line) as note:
+        found = mesh_of(mesh_log, home, handles, into, line)
+        reads, fresh, count = [*handles, *([] if into is None else [into])], into is None, len(handles)
+
+        def again(given: Sequence[Handle], at: Line) -> Sequence[Handle]:
+            made = mesh_of(mesh_log, home, given[:count], None if fresh else given[-1], at)
+            return [made] if fresh else []
+
+        between = Between(
+            "shards",
+            (count, fresh),
+            [mesh_log, *mesh_log.ranks],
+            [h.ref for h in reads],
+            [found.ref] if fresh else [],
+            [found.storage] if fresh else [],
+            again,
+        )
+        note(between, reads)
+    return found
 
 
 def _part(mesh_log: MeshLog, storage: Storage, k: int) -> Storage:

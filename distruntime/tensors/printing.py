@@ -115,7 +115,12 @@ def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
             where,
             "poisoned: " + lines[0] + "".join(f" ({t.strip()})" for t in lines[1:] if "issued at" in t),
         )
-    body = printable(str(reply.value))
+    return _text(tensor, whole, printable(str(reply.value)), suffixes)
+
+
+def _text(tensor: torch.Tensor, handle: Handle, body: str, suffixes: list[str]) -> str:
+    """Return the text around the values, as torch's own has it, with the place."""
+    spec = handle.spec
     if spec.size.numel() == 0:
         body = "[]"
         if tensor.dim() != 1:
@@ -127,7 +132,7 @@ def render(tensor: torch.Tensor, handle: Handle, suffixes: list[str]) -> str:
     if not floating and not (spec.dtype in _DEFAULT_DTYPES and spec.size.numel()):
         suffixes = [*suffixes, f"dtype={spec.dtype}"]
     text: str = _tensor_str._add_suffixes(
-        "tensor(" + body, [_where(whole), *suffixes], len("tensor("), force_newline=False
+        "tensor(" + body, [_where(handle), *suffixes], len("tensor("), force_newline=False
     )
     return text
 

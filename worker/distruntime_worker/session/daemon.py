@@ -219,7 +219,8 @@ class Daemon:
             self._metrics.close()
         self._channel.close(_LAST_WORDS)
 
-    def _watch(self) -> None:
+    def _hear(self) -> None:
+        """Take in what became of connections."""
         for event in self._channel.events():
             if event.kind == "connected" and event.peer is not None:
                 self._hang_ups = 0
@@ -249,6 +250,9 @@ class Daemon:
                             f"({what}), "
                             "or the master has no descriptors left"
                         )
+
+    def _watch(self) -> None:
+        self._hear()
         if self._metrics is not None:
             self._metrics.look(self._reporter)
         now = time.monotonic()

@@ -226,7 +226,91 @@ def propagate(
         )
     # A mode that records operators must not see these.
     with _disable_current_modes():
+        few = _few_positions(func, args, kwargs, spec_of_operand)
+        if few is not None:
+            found = _propagate_few(func, args, kwargs, spec_of_operand, *few)
+            if found is not None:
+                rehearse(
+                    func, args, kwargs, list(map(spec_of_operand, tensors_of(args, kwargs))), cpu_kernels
+                )
+                return found
         return _propagate(func, args, kwargs, spec_of_operand, cpu_kernels)
+
+
+def _few_positions(
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    spec_of_operand: Callable[[Any], Spec],
+) -> tuple[list[int], list[int]] | None:
+    """Return the first position of each kind in the lists of a `_foreach_` operator, and the kinds of all.
+
+    Return None where the meta kernel must see all. An operator of lists looks at each position by itself. A
+    model has hundreds of parameters and few shapes: seeing them all took half of the first step of a Llama of
+    12 layers, in its optimizer (2026-11).
+    """
+    if not func._schema.name.startswith("aten::_foreach_") or any(map(_holds_tensors, kwargs.values())):
+        return None
+    lists = [value for value in args if isinstance(value, (list, tuple))]
+    # Lists of unlike lengths are a mistake. A tensor beside the lists may have a number for each position.
+    if len({len(one) for one in lists}) != 1 or any(isinstance(value, torch.Tensor) for value in args):
+        return None
+    kinds: dict[tuple[object, ...], int] = {}
+    firsts: list[int] = []
+    of: list[int] = []
+    for k, row in enumerate(zip(*lists)):
+        kind = tuple(
+            spec_of_operand(one)
+            if isinstance(one, torch.Tensor)
+            else (type(one), isinstance(one, int) and one)
+            for one in row
+        )
+        if kind not in kinds:
+            kinds[kind] = len(firsts)
+            firsts.append(k)
+        of.append(kinds[kind])
+    return (firsts, of) if len(firsts) < len(of) else None
+
+
+def _holds_tensors(value: object) -> bool:
+    return isinstance(value, (torch.Tensor, list, tuple))
+
+
+def _propagate_few(
+    func: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    spec_of_operand: Callable[[Any], Spec],
+    firsts: Sequence[int],
+    of: Sequence[int],
+) -> Outcome | None:
+    """Propagate an operator of lists with these positions alone, and say of all what is found of them.
+
+    Return None where it is a mistake, or is not so simple: the meta kernel has to see all positions then.
+    """
+    fewer = [[value[k] for k in firsts] if isinstance(value, (list, tuple)) else value for value in args]
+    metas = [spec_of_operand(t).meta() for t in tensors_of(fewer, kwargs)]
+    twins = iter(metas)
+    before = [spec_of(m) for m in metas]
+    predicting.now = True
+    try:
+        out = func(*(_replaced(value, twins) for value in fewer), **kwargs)
+    except Exception as error:
+        if is_of_handler(error):
+            raise
+        return None
+    finally:
+        predicting.now = False
+    found = outcome(func, fewer, kwargs, out, metas, before)
+    plain = all(isinstance(one, list) and len(one) == len(firsts) for one in found.results) and all(
+        type(result) is New and result.alias is None
+        for one in found.results
+        for result in one  # type: ignore[union-attr]
+    )
+    if not plain or found.reshaped:
+        return None
+    results: list[Result] = [[one[k] for k in of] for one in found.results]  # type: ignore[index]
+    return Outcome(results, found.single, aliases(func, args, kwargs)[1], (), listed=found.listed)
 
 
 def _channels_last(spec: Spec) -> bool:

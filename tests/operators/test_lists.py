@@ -1,0 +1,78 @@
+"""Operators of lists: the meta kernel sees one position of each kind, and the outcome is as of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from distruntime.log.spec import spec_of
+from distruntime.operators import propagate
+from distruntime.operators.propagate import tensors_of
+
+FOREACH = torch.ops.aten
+
+
+def _lists() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return two lists of meta tensors, of four kinds of position, the kinds mixed."""
+    forms: list[Callable[[], torch.Tensor]] = [
+        lambda: torch.empty(3, 4, device="meta"),
+        lambda: torch.empty(4, 3, device="meta").t(),
+        lambda: torch.empty(3, 4, dtype=torch.float64, device="meta"),
+        lambda: torch.empty((), device="meta"),
+    ]
+    order = [0, 1, 0, 2, 3, 1, 0, 2]
+    return [forms[k]() for k in order], [forms[k]() for k in reversed(order)]
+
+
+CALLS: dict[
+    str, Callable[[list[torch.Tensor], list[torch.Tensor]], tuple[Any, tuple[Any, ...], dict[str, Any]]]
+] = {
+    "a number": lambda x, y: (FOREACH._foreach_add.Scalar, (x, 2), {}),
+    "numbers of two types": lambda x, y: (
+        FOREACH._foreach_mul.ScalarList,
+        (x, [2, 2.5, 1j, 2, 2, 2.0, 2, 1j]),
+        {},
+    ),
+    "two lists": lambda x, y: (FOREACH._foreach_add.List, (x, x), {"alpha": 2}),
+    "lists whose shapes do not match": lambda x, y: (FOREACH._foreach_add.List, (x, y), {}),
+    "in place": lambda x, y: (FOREACH._foreach_lerp_.Scalar, (x, x), {"weight": 0.5}),
+    "in place, with numbers": lambda x, y: (FOREACH._foreach_addcdiv_.ScalarList, (x, x, x, [1.0] * 8), {}),
+    "norms": lambda x, y: (FOREACH._foreach_norm.Scalar, (x, 2), {}),
+    "one list": lambda x, y: (FOREACH._foreach_sqrt.default, (x,), {}),
+    "copied": lambda x, y: (FOREACH._foreach_copy_.default, (x, x), {}),
+    "a tensor beside it": lambda x, y: (FOREACH._foreach_mul.Tensor, (x, torch.empty((), device="meta")), {}),
+    "lists of unlike lengths": lambda x, y: (FOREACH._foreach_mul.List, (x, y[:-1]), {}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_outcome_is_as_of_all_positions(name: str) -> None:
+    func, args, kwargs = CALLS[name](*_lists())
+
+    def result(how: Callable[..., object]) -> object:
+        try:
+            return how(func, args, kwargs, spec_of, True)
+        except Exception as error:
+            return type(error), str(error)
+
+    assert result(propagate.propagate) == result(propagate._propagate)
+
+
+def test_it_sees_one_position_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    own = propagate.outcome
+
+    def outcome(func: Any, args: Any, *rest: Any) -> Any:
+        seen.append(len(tensors_of(args, {})))
+        return own(func, args, *rest)
+
+    monkeypatch.setattr(propagate, "outcome", outcome)
+    x, _ = _lists()
+    propagate.propagate(FOREACH._foreach_sqrt.default, (x,), {}, spec_of, True)
+    # A power of a whole number may be a mistake by its value, so other numbers are other kinds.
+    propagate.propagate(FOREACH._foreach_add.ScalarList, (x, [1.0, 2.0] * 4), {}, spec_of, True)
+    propagate.propagate(FOREACH._foreach_add.ScalarList, (x, [1, 2, 3] + [4] * 5), {}, spec_of, True)
+    assert seen == [4, 4, 7]

@@ -27,6 +27,7 @@ import random
 import threading
 import time
 import traceback
+import types
 from collections import Counter
 from collections.abc import AsyncIterable, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -206,6 +207,9 @@ class World:
         self.failing_ranks = dr.spmd(self.meshes[0], _fails_on_one, returns=torch.empty(5, dtype=torch.int64))
         # Whoever has it may seed the workers' generators, draw, or set what is torch's own.
         self.seed = threading.Lock()
+        # Functions that `torch.compile` has seen, which all programs share.
+        self.compiled: dict[tuple[object, ...], Callable[..., Any]] = {}
+        self.compiling = threading.Lock()
 
     def streams(self, mesh: Any) -> bool:
         """Whether a mesh can have a stream: no stream is of several real devices of one node."""
@@ -1778,6 +1782,115 @@ class Deriving(Base):
                 self.keep(place, weights[k].grad, twins[k].grad)  # type: ignore[arg-type]
 
 
+def _three(x: Any, y: Any) -> tuple[Any, ...]:
+    return x * 3 - y, (x + y).flip(0), torch.where(x > y, x, y)
+
+
+def _writes(x: Any, y: Any) -> Any:
+    x.add_(y)
+    x[2:5].mul_(3)
+    return x * 2
+
+
+def _looks(x: Any, y: Any) -> tuple[Any, ...]:
+    return x[3:7], x.view(3, 4), x + y
+
+
+def _derived(x: Any, y: Any) -> Any:
+    return x * y + x.abs()
+
+
+class Compiling(Base):
+    """Functions that `torch.compile` has made graphs of: each is one instruction, on any stream."""
+
+    def _graph(self, function: Callable[..., Any], *values: Value) -> Callable[..., Any]:
+        """Return a function that is compiled for such values. There are few kinds, as each takes a while."""
+        x = values[0]
+        strides = [value.local.stride() for value in values]
+        key = (function, x.place, x.local.dtype, *strides, values[0] is values[-1])
+        # Two threads that name a backend for the first time register it twice, which torch refuses (2.13).
+        with self.world.compiling:
+            if key not in self.world.compiled:
+                # Dynamo counts how often it compiles one code.
+                code = function.__code__.replace(co_name=f"{function.__name__}_{len(self.world.compiled)}")
+                again = types.FunctionType(code, function.__globals__)
+                self.world.compiled[key] = torch.compile(again, backend="distruntime", dynamic=False)
+            return self.world.compiled[key]
+
+    def _pair(self, apart: bool, dtype: torch.dtype | None = None) -> tuple[Value, Value]:
+        """Pick two plain values of a place, of one size, which share no memory if they are to be `apart`."""
+        place, dtype = self.place(), dtype or self.random.choice((torch.int64, torch.float32))
+
+        def pick(taken: Collection[Memory]) -> Value:
+            good = [
+                value
+                for value in self.values
+                if (value.place, value.local.dtype, value.local.shape) == (place, dtype, (LENGTH,))
+                and value.memory not in taken
+                and value.local.is_contiguous()
+                and type(value.remote) is DistributedTensor
+            ]
+            return self.random.choice(good) if good else self.new(place, (LENGTH,), dtype)
+
+        first = pick(())
+        second = pick([first.memory] if apart else ())
+        self.say(first, second)
+        return first, second
+
+    @operation(0.5)
+    def graph(self) -> None:
+        a, b = self._pair(apart=False)
+        call = self._graph(_three, a, b)
+        with self.where(a.place):
+            found = call(a.remote, b.remote)
+        for remote, local in zip(found, _three(a.local, b.local)):
+            self.keep(a.place, remote, local, a, b)
+
+    @operation(0.5)
+    def graph_that_writes(self) -> None:
+        a, b = self._pair(apart=True)
+        call = self._graph(_writes, a, b)
+        with self.where(a.place):
+            remote = call(a.remote, b.remote)
+        local = _writes(a.local, b.local)
+        self.written(a, b)
+        self.keep(a.place, remote, local, a, b)
+
+    @operation(0.5)
+    def graph_of_views(self) -> None:
+        """It returns views of what it is given, and these are written later."""
+        a, b = self._pair(apart=True)
+        call = self._graph(_looks, a, b)
+        with self.where(a.place):
+            found = call(a.remote, b.remote)
+        *views, total = zip(found, _looks(a.local, b.local))
+        for remote, local in views:
+            self.keep(a.place, remote, local, view_of=a)
+        self.keep(a.place, *total, a, b)
+
+    @operation(0.4)
+    def gradient_of_a_graph(self) -> None:
+        """Its backward graph may run on another stream, behind what else has become of the values."""
+        a, b = self._pair(apart=False, dtype=torch.float32)
+        call, k = self._graph(_derived, a, b), float(self.random.randrange(1, 9))
+        if a.memory.poisoned or b.memory.poisoned:
+            return
+        with self.where(a.place):
+            x, y = (v.remote.detach().clone().requires_grad_() for v in (a, b))
+            out = call(x, y)
+        self.write(a, lambda t: t.add_(1))
+        with self.where(a.place):
+            (out * k).sum().backward()
+        p, q = (v.local.detach().clone().requires_grad_() for v in (a, b))
+        a.local.add_(1)
+        result = _derived(p, q)
+        (result * k).sum().backward()
+        assert p.grad is not None and q.grad is not None
+        self.keep(a.place, x.grad, p.grad)
+        self.keep(a.place, y.grad, q.grad)
+        self.keep(a.place, out.detach(), result.detach())
+
+
 class Times(torch.nn.Module):
     """A stage of a pipeline: it multiplies."""
 
@@ -2498,6 +2611,7 @@ class Program(
     Defaulting,
     Determined,
     Deriving,
+    Compiling,
     Lending,
     Ranks,
     Stored,

@@ -47,6 +47,7 @@ BESIDE_ON_THE_WORKER = {
     "PerThread": "a look, once a segment, at whether `dr.config` said anything",
     "Turn": "a look, once a segment, at whether there are other sessions",
     "Daemon._watch": "looks for peers that left, between messages",
+    "Daemon._hear": "the same",
     "Tally": "a look at whether strangers were counted",
     "Link": "counts messages, and keeps the acknowledgement until it has arrived",
     "Delivery": "the same",

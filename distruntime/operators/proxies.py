@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..log.handle import Handle
 from ..log.spec import Spec
@@ -19,6 +20,8 @@ AUTOCAST = torch._C.DispatchKeySet(AUTOCAST_KEY)
 _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
 _inference = torch.is_inference_mode_enabled
+_creation_meta: Any = torch._C._autograd._get_creation_meta
+_set_creation_meta: Any = torch._C._autograd._set_creation_meta
 _BELOW_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
 
 
@@ -56,6 +59,43 @@ def wrap(cls: type, handle: Handle) -> Any:
         torch._C._set_neg(out, bool(spec.bits & 2))
     out._handle = handle
     return out
+
+
+class _Ready(TorchDispatchMode):
+    """Gives torch a proxy that is there already as what an operator returns."""
+
+    def __init__(self, proxy: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._proxy = proxy
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._proxy
+
+
+def wrap_within(cls: type, handle: Handle, base: Any, view: Any = None) -> Any:
+    """Return a new proxy of what lies in the memory of `base`: autograd counts the writes to both together.
+
+    With a `view`, torch's word on how a view was made, it is a view of `base` for autograd, too. Nothing is
+    issued. A proxy in an inference tensor's memory is one as well, and nobody counts its writes.
+    """
+    if base.is_inference():
+        with torch.inference_mode():
+            return wrap(cls, handle)
+    with torch.inference_mode(False), torch.no_grad(), _Ready(wrap(cls, handle)):
+        if view is None:
+            return torch.ops.aten.detach.default(base)
+        spec = handle.spec
+        found = torch.ops.aten.as_strided.default(base, spec.size, spec.stride, spec.offset)
+    _set_creation_meta(found, view)
+    return found
+
+
+def view_of(proxy: Any) -> Any:
+    """Return torch's word on how a view was made; None where its base sees its memory in another way."""
+    if not proxy._is_view():
+        return None
+    spec, base = proxy._handle.spec, proxy._base._handle.spec
+    return _creation_meta(proxy) if (spec.dtype, spec.bits) == (base.dtype, base.bits) else None
 
 
 def reshape_wrapper(proxy: Any, spec: Spec) -> None:

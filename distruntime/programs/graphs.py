@@ -8,7 +8,7 @@ import torch
 
 from ..errors import UsageError
 from ..log.handle import Handle
-from ..operators.proxies import wrap
+from ..operators.proxies import wrap, wrap_within
 from ..tensors.tensor import DistributedTensor
 
 # It stands for whatever the graph would have begun with.
@@ -20,11 +20,14 @@ class _Left(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, leaf: torch.Tensor, handle: Handle, name: str
+        ctx: torch.autograd.function.FunctionCtx,
+        leaf: torch.Tensor,
+        handle: Handle,
+        name: str,
+        base: DistributedTensor | None,
     ) -> torch.Tensor:
         ctx.program = name  # type: ignore[attr-defined]
-        out: torch.Tensor = wrap(DistributedTensor, handle)
-        return out
+        return _plain(handle, base)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor) -> NoReturn:
@@ -36,10 +39,27 @@ class _Left(torch.autograd.Function):
         )
 
 
-def given(handle: Handle, name: str, wants_grad: bool) -> DistributedTensor:
-    """Return a new proxy of what a program returns. Its backward raises if the value had a graph."""
+def _plain(handle: Handle, base: DistributedTensor | None, view: object = None) -> DistributedTensor:
+    found: DistributedTensor
+    if base is None or base._handle.storage is not handle.storage:
+        found = wrap(DistributedTensor, handle)
+    else:
+        found = wrap_within(DistributedTensor, handle, base, view)
+    return found
+
+
+def given(
+    handle: Handle,
+    name: str,
+    wants_grad: bool,
+    base: DistributedTensor | None = None,
+    view: object = None,
+) -> DistributedTensor:
+    """Return a new proxy of what a program returns. Its backward raises if the value had a graph.
+
+    If it is in the memory of `base`, autograd counts the writes to both together: see `wrap_within`.
+    """
     if wants_grad and torch.is_grad_enabled():
-        found: DistributedTensor = _Left.apply(_leaf, handle, name)  # type: ignore[no-untyped-call]
+        found: DistributedTensor = _Left.apply(_leaf, handle, name, base)  # type: ignore[no-untyped-call]
         return found
-    plain: DistributedTensor = wrap(DistributedTensor, handle)
-    return plain
+    return _plain(handle, base, view)

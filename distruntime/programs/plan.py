@@ -15,6 +15,7 @@ from ..guards.seen import same
 from ..log.current import current_device, current_mesh, current_node, current_streams
 from ..log.handle import Handle
 from ..log.log import Log
+from ..operators.proxies import view_of
 from ..session.session import session_of_log
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD
@@ -25,6 +26,9 @@ from .layout import Layout, is_new, kept_behind, memories_of
 from .recording import Name
 from .run import Run, laid_out
 from .vain import Tries
+
+# This is an argument, a tensor that is held, or a value that is returned.
+_Place = tuple[str, int | Anchor[DistributedTensor]]
 
 
 class Plan:
@@ -63,7 +67,7 @@ class Plan:
         self._shares = any(id(tensor._handle.storage) in before for tensor in renewed)
         self._moves = other.moves(run)
         self._note_arguments(attempt, free)
-        returned = self._note_returned(attempt, kept)
+        returned = self._note_returned(attempt, kept, mine)
         leaves, memories = attempt.leaves, attempt.memories
         of_leaves = memories_of(leaves)
         laid = partial(
@@ -99,7 +103,9 @@ class Plan:
         # What shares memory with something that was found must do so again: it is one memory for streams.
         self._inside = [(k, handle.storage) for k, handle in handles if id(handle.storage) in inside]
 
-    def _note_returned(self, attempt: Attempt, kept: Mapping[int, Name]) -> dict[Name, Handle]:
+    def _note_returned(
+        self, attempt: Attempt, kept: Mapping[int, Name], renewed: Set[int]
+    ) -> dict[Name, Handle]:
         """Note what a replay returns. Return the values that it makes for that."""
         returned: dict[Name, Handle] = {}
         # Each entry makes a leaf: of the values of a replay, of the arguments, or as it always is.
@@ -114,9 +120,43 @@ class Plan:
                 fixed = anchored(leaf) if isinstance(leaf, DistributedTensor) else leaf
                 self._leaves.append(("fixed", 0, False, fixed))
         self._laid_out = any(one.layout is not None for one in self.run.returned)
+        self._note_shared(attempt, renewed)
         single = len(self._leaves) == 1 and self._leaves[0][0] == "made" and self.run.tree.is_leaf()
-        self._single = single and not self._laid_out
+        self._single = single and not self._laid_out and not self._shared
         return returned
+
+    def _note_shared(self, attempt: Attempt, renewed: Set[int]) -> None:
+        """Note which tensor's memory each returned value is in, and how it is a view of it.
+
+        A tensor with one of the ids in `renewed` has other memory behind each replay.
+        """
+        places: dict[int, _Place] = {}
+        memories: dict[int, _Place] = {}
+
+        def note(tensor: DistributedTensor, place: _Place) -> None:
+            places.setdefault(id(tensor), place)
+            memories.setdefault(id(tensor._handle.storage), place)
+
+        for k, leaf in enumerate(attempt.leaves):
+            if isinstance(leaf, DistributedTensor):
+                note(leaf, ("argument", k))
+        for tensor in attempt.after.paths.values():
+            if id(tensor) not in renewed:
+                note(tensor, ("held", anchored(tensor)))
+        made: list[tuple[int, DistributedTensor]] = []
+        for k, ((kind, *_), leaf) in enumerate(zip(self._leaves, attempt.given)):
+            if kind == "made" and isinstance(leaf, DistributedTensor):
+                made.append((k, leaf))
+        # A base comes before its views.
+        made.sort(key=lambda item: item[1]._is_view())
+        self._order = [k for k, _ in made]
+        self._shared: dict[int, tuple[_Place, object]] = {}
+        for k, leaf in made:
+            base = places.get(id(leaf._base))
+            place = base or memories.get(id(leaf._handle.storage))
+            if place is not None:
+                self._shared[k] = place, view_of(leaf) if base else None
+            note(leaf, ("returned", k))
 
     def compiled(self) -> str:
         """Return what became of its compiling. Block until what was issued before has run."""
@@ -239,14 +279,20 @@ class Plan:
         if self._single:
             _, name, graph, _ = self._leaves[0]
             return given(made[name], self.name, graph)  # type: ignore[index]
-        found: list[object] = []
-        for kind, k, graph, leaf in self._leaves:
-            if kind == "made":
-                found.append(given(made[k], self.name, graph))  # type: ignore[index]
-            elif kind == "argument":
-                found.append(leaves[k])  # type: ignore[index]
-            else:
-                found.append(leaf.thing if isinstance(leaf, Anchor) else leaf)
+        found: list[object] = [None] * len(self._leaves)
+        for at, (kind, k, _, leaf) in enumerate(self._leaves):
+            if kind == "argument":
+                found[at] = leaves[k]  # type: ignore[index]
+            elif kind == "fixed":
+                found[at] = leaf.thing if isinstance(leaf, Anchor) else leaf
+        for at in self._order:
+            _, name, graph, _ = self._leaves[at]
+            base, view = None, None
+            if at in self._shared:
+                (kind, what), view = self._shared[at]
+                tensors = leaves if kind == "argument" else found
+                base = what.thing if isinstance(what, Anchor) else tensors[what]
+            found[at] = given(made[name], self.name, graph, base, view)  # type: ignore[arg-type, index]
         if self._laid_out:
             found = [laid_out(leaf, one.layout) for leaf, one in zip(found, self.run.returned)]
         return tree_unflatten(found, self.run.tree)

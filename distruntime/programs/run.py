@@ -18,7 +18,7 @@ from ..guards.seen import PLAIN, Key, Seen, same
 from ..log.handle import Handle
 from ..log.spec import Spec
 from ..log.tape import not_in_a_program, refused
-from ..operators.proxies import wrap
+from ..operators.proxies import view_of, wrap, wrap_within
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD, MADE
 from .begins import Begins, Moves, alike, followed, line_of_offset
@@ -194,7 +194,7 @@ def stripped(result: object, known: Collection[int], name: str) -> Stripped:
             assert isinstance(local, DistributedTensor)
             new = local._handle.ref not in known
             graph = new and leaf.requires_grad
-            leaf = _Bare(local._handle) if new else local
+            leaf = _bare(local, known) if new else local
         elif not isinstance(leaf, PLAIN):
             what = (
                 "a local tensor" if isinstance(leaf, torch.Tensor) else f"an object of {type(leaf).__name__}"
@@ -210,26 +210,48 @@ def stripped(result: object, known: Collection[int], name: str) -> Stripped:
 
 @dataclass
 class _Bare:
-    """A tensor that was returned, until its graph is gone."""
+    """A tensor that was returned, until its graph is gone.
+
+    `proxy` is one without a graph, and shares the count of its writes. A view has its base: the tensor, if
+    that was there before, and its ref.
+    """
 
     handle: Handle
+    proxy: DistributedTensor
+    base: DistributedTensor | None
+    base_ref: int
+    view: object
+
+
+def _bare(tensor: DistributedTensor, known: Collection[int]) -> _Bare:
+    proxy: DistributedTensor = wrap_within(DistributedTensor, tensor._handle, tensor)
+    base: object = tensor._base
+    if not isinstance(base, DistributedTensor):
+        return _Bare(tensor._handle, proxy, None, 0, None)
+    ref = base._handle.ref
+    return _Bare(tensor._handle, proxy, base if ref in known else None, ref, view_of(tensor))
 
 
 def dressed(found: Stripped, kept: Collection[int], name: str) -> list[object]:
     """Return the leaves as the caller gets them, in place of what `stripped` has put there.
 
     What stays in an object too (`kept`) is renewed there by each replay, so the caller gets another name of
-    the value.
+    the value. A replay counts as a write to that object's tensor, and the caller's is not written to.
     """
-    leaves: list[object] = []
-    for leaf, graph in zip(found.leaves, found.graphs):
-        if isinstance(leaf, _Bare):
-            handle = leaf.handle
-            if handle.ref in kept:
-                plain: DistributedTensor = wrap(DistributedTensor, handle)
-                handle = plain.data._handle  # type: ignore[attr-defined]
-            leaf = given(handle, name, graph)
-        leaves.append(leaf)
+    leaves = [*found.leaves]
+    bare = {k: leaf for k, leaf in enumerate(leaves) if isinstance(leaf, _Bare)}
+    ready: dict[int, DistributedTensor] = {}
+    # A base comes before its views.
+    for k, leaf in sorted(bare.items(), key=lambda item: item[1].base_ref != 0):
+        handle = leaf.handle
+        base = ready.get(leaf.base_ref) if leaf.base is None else leaf.base
+        if handle.ref in kept:
+            plain: DistributedTensor = wrap(DistributedTensor, handle)
+            leaves[k] = given(plain.data._handle, name, found.graphs[k])  # type: ignore[attr-defined]
+            continue
+        view = None if base is None else leaf.view
+        proxy = given(handle, name, found.graphs[k], leaf.proxy if view is None else base, view)
+        leaves[k] = ready[handle.ref] = proxy
     return leaves
 
 

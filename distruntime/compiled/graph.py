@@ -21,7 +21,7 @@ from ..log.handle import Residence
 from ..log.issue import noting
 from ..log.storage import Storage
 from ..log.tape import recorded
-from ..operators.proxies import wrap
+from ..operators.proxies import view_of, wrap, wrap_within
 from ..programs.begins import Begins, Moves, begins_of
 from ..programs.handlers import Handlers
 from ..programs.layout import Layout, memories_of
@@ -245,7 +245,7 @@ class _Plan:
             self._note_exposed(saves, found, given)
         for k, slot in zip([*self._saved][1:], slots(len(self._saved))):
             self._results[k] = slot
-        self._returned = {k: name for k, name in self._new.items() if k not in self._saved}
+        self._note_shared(found)
         self._passed = {*self._args.values()}
         tensors = [k for k, memory in enumerate(given.memories) if memory is not None]
         # The arguments that nobody else has held at any call so far. The backward graph is the last to need
@@ -253,6 +253,25 @@ class _Plan:
         self._taken: Sequence[int] = [k for k in tensors if k not in self._passed]
         # So many calls may hold all of them until none is looked at any more. Then it is 0.
         self._looks = _MOST_LOOKS
+
+    def _note_shared(self, found: Results) -> None:
+        """Note which results are in another one's memory, and how they are views of it."""
+        self._shared: dict[int, tuple[int, object]] = {}
+        memories: dict[int, int] = {}
+        # A base comes before its views.
+        self._order = sorted(self._new, key=lambda k: found[k]._is_view())  # type: ignore[attr-defined]
+        places = {id(found[k]): k for k in self._order if k not in self._saved}
+        for k in self._order:
+            leaf = found[k]
+            assert isinstance(leaf, DistributedTensor)
+            if k in self._saved:
+                continue
+            base = places.get(id(leaf._base))
+            first = memories.setdefault(id(leaf._handle.storage), k)
+            if base is not None:
+                self._shared[k] = base, view_of(leaf)
+            elif first != k:
+                self._shared[k] = first, None
 
     def _note_exposed(self, saves: slice, found: Results, given: _Given) -> None:
         """Note by which arguments and results others can write to what is saved.
@@ -283,8 +302,12 @@ class _Plan:
         made = self.layout.issue(leaves, (), self._name, self._alone(leaves))
         out = [*self._results]
         saved, bundled = self._saved, bool(self._saved) and not are_watched()
-        for k, name in (self._returned if bundled else self._new).items():
-            out[k] = wrap(DistributedTensor, made[name])
+        for k in self._order:
+            if k in self._shared:
+                base, view = self._shared[k]
+                out[k] = wrap_within(DistributedTensor, made[self._new[k]], out[base], view)
+            elif not (bundled and k in saved):
+                out[k] = wrap(DistributedTensor, made[self._new[k]])
         if bundled:
             # Nothing could free a graph that owns its own result. What `detach` returns shares its version.
             watched += [out[k].detach() for k in self._exposed]  # type: ignore[attr-defined]

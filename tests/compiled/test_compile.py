@@ -596,6 +596,24 @@ def test_an_operator_of_the_users_that_writes() -> None:
         assert torch.equal(step(x_at()).cpu(), x_at().cpu() * 2 + 4)
 
 
+def test_results_in_one_memory_count_their_writes_together() -> None:
+    """A graph whose arguments want no gradient returns views as they are."""
+
+    def act(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x * 2
+        return y, y[0], y.t()
+
+    step = compiled(act)
+    for _ in range(5):
+        weight = torch.ones(4, 8, device=REMOTE, requires_grad=True)
+        y, row, turned = step(x_at().detach())
+        loss = (weight[: y.shape[0], : y.shape[1]] * y).sum()
+        row.add_(1)
+        assert row._base is y and turned._base is y and y._version == turned._version == 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
 def test_what_is_made_in_a_graph_is_at_the_place_of_the_call() -> None:
     step = compiled(lambda x: x + torch.ones(4, device="remote"))
     for k in (0, 1, 0, 1, 0, 1):

@@ -22,7 +22,7 @@ from ..log.storage import Storage
 from ..log.tape import recorded
 from ..session.session import active_session
 from .new_calls import first_of_factory, first_time
-from .proxies import AUTOCAST, HUGE, wrap
+from .proxies import AUTOCAST, DETACH, HUGE, wrap
 from .signatures import Entry, count_written, emit, versions
 from .special import SPECIAL
 
@@ -63,7 +63,6 @@ def _scan(cls: type, value: Any, key: list[Any], words: list[object], place: Any
     return place
 
 
-_DETACH = torch.ops.aten.detach.default
 _in_backward = torch._C._current_graph_task_id
 # They are C++'s own, the tuple of arguments, a local of `dispatch`, and the count itself.
 _HOLDERS = 4
@@ -145,10 +144,12 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
             drop_frames(error)
             raise
     template, spec, alias, _, _ = entry
-    if spec is None or (alias is not None and _inference()):
+    if spec is None or (
+        alias is not None and (_inference() or (func is not DETACH and args[alias].is_inference()))
+    ):
         relieve(place.node)
         return emit(cls, entry, words, args, kwargs, place, user_line())
-    if func is _DETACH and _in_backward() >= 0 and _given_away(args):
+    if func is DETACH and _in_backward() >= 0 and _given_away(args):
         return wrap(cls, args[0]._handle)
     ref = next_ref()
     words[0] = template

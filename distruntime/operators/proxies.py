@@ -25,12 +25,20 @@ _set_creation_meta: Any = torch._C._autograd._set_creation_meta
 _BELOW_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
 
 
-def wrap_view(cls: type, handle: Handle, base: Any) -> Any:
-    """Return a new proxy for a view: under inference mode, a view of a normal tensor is a normal tensor."""
-    if _inference() and not base.is_inference():
-        with torch.inference_mode(False):
-            return wrap(cls, handle)
-    return wrap(cls, handle)
+# Torch lets what this returns be written anywhere.
+DETACH = torch.ops.aten.detach.default
+
+
+def wrap_view(cls: type, handle: Handle, base: Any, func: Any = None) -> Any:
+    """Return a new proxy for a view: it is an inference tensor if its base is one, whatever the mode is."""
+    # A parameter without a shape is detached too, and says nothing.
+    if func is DETACH and not _inference():
+        return wrap(cls, handle)
+    inference = base.is_inference()
+    if inference == _inference():
+        return wrap(cls, handle)
+    with torch.inference_mode(inference):
+        return wrap(cls, handle)
 
 
 def wrap(cls: type, handle: Handle) -> Any:

@@ -148,7 +148,7 @@ def emit(
     words[0] = number
     fresh: list[Handle] = []
     own: list[Handle] = []
-    built = _build(cls, outcome.results, operands, words, fresh, own, place)
+    built = _build(cls, outcome.results, operands, words, fresh, own, place, entry[4])
     if len(own) > 1:
         relate(own)
     handles = [t._handle for t in operands]
@@ -228,6 +228,7 @@ def _build(
     fresh: list[Handle],
     own: list[Handle],
     place: Residence,
+    func: torch._ops.OpOverload,
 ) -> list[Any]:
     """Return the results' proxies. New handles are added to `fresh`, and to `own` unless they are views."""
     built: list[Any] = []
@@ -242,11 +243,11 @@ def _build(
                 base = operands[alias]
                 handle = Handle(ref, spec, place, base._handle.storage)
             fresh.append(handle)
-            built.append(wrap(cls, handle) if alias is None else wrap_view(cls, handle, base))
+            built.append(wrap(cls, handle) if alias is None else wrap_view(cls, handle, base, func))
         elif type(result) is Same:
             built.append(operands[result.operand])
         elif type(result) is list:
-            built.append(_build(cls, result, operands, words, fresh, own, place))
+            built.append(_build(cls, result, operands, words, fresh, own, place, func))
         else:
             built.append(None)
     return built

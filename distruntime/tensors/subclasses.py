@@ -175,7 +175,7 @@ class _OfKind(TorchDispatchMode):
     ) -> object:
         made = func(*args, **(kwargs or {}))
         assert isinstance(made, DistributedTensor)
-        return wrap_view(self._kind, made._handle, args[0])
+        return wrap_view(self._kind, made._handle, args[0], func)
 
 
 def _of_kind(

@@ -76,6 +76,45 @@ def test_what_shares_memory_on_a_cpu_shares_it_on_a_worker(view: Callable[[Any],
         assert torch.equal(remote.cpu(), local)
 
 
+OUTSIDE: dict[str, Callable[[Any], Any]] = {
+    "row": lambda x: x[1],
+    "view": lambda x: x.view(12),
+    "chunk": lambda x: x.chunk(2)[1],
+    "turned": lambda x: x.t(),
+    "detached": lambda x: x.detach(),
+    "copy": lambda x: x.clone(),
+}
+
+
+def _raises(act: Callable[..., object], *args: object) -> bool:
+    try:
+        act(*args)
+    except RuntimeError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("view", OUTSIDE.values(), ids=OUTSIDE)
+def test_a_view_that_is_taken_outside_is_one_of_an_inference_tensor(view: Callable[[Any], Any]) -> None:
+    def seen(device: str) -> Any:
+        with torch.inference_mode():
+            x = torch.arange(12.0).reshape(3, 4).to(device) * 2
+        answers = []
+        # The first call of an operator takes another way than the later ones.
+        for _ in range(3):
+            found = view(x)
+            written = _raises(found.add_, 1)
+            weight = torch.ones_like(found).requires_grad_()
+            # Torch says of a detached tensor that it is one, and lets it be written all the same.
+            saved = view is not OUTSIDE["detached"] and _raises(torch.mul, weight, found)
+            answers.append((written, saved))
+            with torch.inference_mode():
+                found.add_(1)
+        return answers, x.tolist()
+
+    assert seen("remote") == seen("cpu")
+
+
 def test_a_module_moves_and_computes() -> None:
     torch.manual_seed(0)
     local = torch.nn.Sequential(

@@ -18,7 +18,7 @@ from ..log.mesh_log import MeshLog
 from ..log.shards import member_of
 from ..log.spec import Spec
 from ..log.storage import Storage
-from ..operators.proxies import wrap
+from ..operators.proxies import wrap, wrap_within
 from ..tensors.tensor import DistributedTensor
 from ..tensors.trees import joined
 from ..tensors.uneven import UnevenTensor, together
@@ -39,23 +39,10 @@ def tensor_proxies(
         base = memory_of(leaf)
         given = operands[base] if 0 <= base < len(operands) else None
         if isinstance(given, DistributedTensor) and not wants_grad(leaf):
-            found.append(_within(given, handle))
+            # Autograd counts the writes to both together.
+            found.append(wrap_within(DistributedTensor, handle, given))
         else:
             found.append(wrap(DistributedTensor, handle))
-    return found
-
-
-def _within(operand: DistributedTensor, handle: Handle) -> DistributedTensor:
-    """Return the proxy of a result that is in an operand's memory: autograd counts their writes together."""
-    spec, whole = handle.spec, operand._handle.spec
-    if (spec.dtype, spec.bits) != (whole.dtype, whole.bits) or spec.extent > whole.extent:
-        made: DistributedTensor = wrap(DistributedTensor, handle)
-        return made
-    # Torch makes a view of the operand, whose value nobody needs.
-    found: DistributedTensor = operand.detach()  # type: ignore[assignment]
-    if spec != whole:
-        found = found.as_strided(spec.size, spec.stride, spec.offset)  # type: ignore[assignment]
-    found._handle = handle
     return found
 
 

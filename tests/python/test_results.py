@@ -64,6 +64,17 @@ def test_a_flag_decides_about_the_result() -> None:
         assert f(x, True).tolist() == [2.0, 2.0]
 
 
+def test_a_result_with_another_dtype_in_an_arguments_memory_counts_its_writes() -> None:
+    bits = dr.remote(lambda x: x.view(torch.int32))
+    for _ in range(3):
+        x, weight = torch.ones(3, device=REMOTE), torch.ones(3, device=REMOTE, requires_grad=True)
+        loss = (weight * x).sum()
+        bits(x).zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        assert x.tolist() == [0, 0, 0]
+
+
 def test_operands_in_one_memory_say_nothing_about_operands_in_two() -> None:
     f: Any = dr.remote(second)
     a, b = torch.zeros(2, device=REMOTE), torch.zeros(2, device=REMOTE)

@@ -91,7 +91,9 @@ def main() -> int:
             with session:
                 if given.read is not None:
                     return read(given.read)
-                world = World(folder, given.real, given.about, given.streams)
+                world = World(
+                    folder, given.real, given.about, given.streams, given.masters > 1 or bool(given.workers)
+                )
                 with others(given, addresses, active_session().name) as failed:
                     tally = one(given, world) if given.only is not None else many(given, world)
                 failures_are_known()

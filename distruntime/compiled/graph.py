@@ -19,6 +19,7 @@ from ..errors import NotSupportedError, drop_frames
 from ..log.current import current_streams
 from ..log.handle import Residence
 from ..log.issue import noting
+from ..log.line import copied
 from ..log.storage import Storage
 from ..log.tape import recorded
 from ..operators.proxies import view_of, wrap, wrap_within
@@ -142,6 +143,7 @@ class Graph:
             except NotSupportedError as error:
                 self.why = str(error).splitlines()[0]
                 return found
+            recording.lines = copied(recording.lines)
             results = [_result(leaf, recording, given) for leaf in found]
             self.why = recording.unfit or next((r.why for r in results if r.why), "")
             if not self.why and recording.acts:

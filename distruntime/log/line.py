@@ -13,7 +13,7 @@ import re
 import site
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import CodeType, FrameType
 from typing import final
 
@@ -141,6 +141,28 @@ def _called_from(frame: FrameType | None) -> Line:
         frame = unknown.pop()
         line = 0, _marked(frame, frame.f_code, line[1], line[2]), frame.f_lasti
     return line
+
+
+def copied(lines: Iterable[Line | None]) -> list[Line | None]:
+    """Return lines that say the same, and keep no code alive that has issued them: theirs are copies.
+
+    Dynamo forgets what it has compiled when the code that it has made for it goes. So what a compiled
+    function keeps must not keep that code.
+    """
+    copies: dict[Call | None, Call | None] = {None: None}
+    found: list[Line | None] = []
+    for line in lines:
+        call = None if line is None else line[1]
+        chain: list[Call] = []
+        while call is not None and call not in copies:
+            chain.append(call)
+            call = call.outer
+        for one in reversed(chain):
+            copy = Call(one.code.replace(), copies[one.outer], one.at)
+            copy.cell = one.cell
+            copies[one] = Replayed(copy, one.name, one.lines) if isinstance(one, Replayed) else copy
+        found.append(line and (line[0], copies[line[1]], line[2]))
+    return found
 
 
 def of_a_library(file: str) -> bool:

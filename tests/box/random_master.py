@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import distruntime as dr
 from compiled_programs import differs
@@ -65,6 +66,19 @@ def told(error: BaseException) -> str:
     """Return how an error is said."""
     last = "".join(traceback.format_exception(error, limit=-4))[-3000:]
     return f"{RAISED}{type(error).__name__}: {str(error)[:1500]}\n{last}"
+
+
+def forget_sizes() -> None:
+    """Let go of what torch's compiler knows of sizes that vary: `torch._dynamo.reset` leaves that, too.
+
+    Tensors without data hold it in C++, where no collection sees it, and caches of its methods hold it.
+    """
+    for one in gc.get_objects():
+        if type(one) is ShapeEnv and one.tracked_fakes:
+            one.tracked_fakes.clear()
+    for method in vars(ShapeEnv).values():
+        if clear := getattr(method, "cache_clear", None):
+            clear()
 
 
 class Master:
@@ -194,6 +208,7 @@ class Master:
         found = differs(seed)
         # torch keeps some 2 MiB of each function there, and `torch._dynamo.reset` leaves them.
         FakeTensorMode.cache_clear()
+        forget_sizes()
         return found
 
     def look(self, seed: int) -> str:

@@ -500,6 +500,17 @@ def test_what_a_recorded_call_returned_goes_with_its_owner(make: Any) -> None:
     assert slots() == before
 
 
+def test_what_dynamo_forgets_is_gone() -> None:
+    step, others = compiled(lambda x: x * 2 + 1), set(graphs.alive)
+    _often(step, x_at())
+    (number,) = set(graphs.alive) - others
+    torch._dynamo.reset()
+    # What is under way knows its lines, for a failure that may come.
+    dr.synchronize()
+    gc.collect()
+    assert number not in graphs.alive
+
+
 def test_a_compiled_function_serves_the_next_session(fresh_session: Any) -> None:
     step = compiled(lambda x: x * torch.tensor([1.0, 2.0], device=x.device))
     for _ in range(2):

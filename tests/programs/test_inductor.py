@@ -15,13 +15,26 @@ from torch._dynamo.utils import preserve_rng_state
 import distruntime as dr
 from agree import REMOTE
 from distruntime.wire.codec import OPERAND
-from distruntime.wire.messages import ARGUMENT, FLOAT, HELD, MADE
+from distruntime.wire.messages import (
+    ARGUMENT,
+    FIRST_TEMPLATE,
+    FLOAT,
+    HELD,
+    MADE,
+    PROGRAM,
+    Segment,
+)
+from distruntime_worker.machine.devices import Devices
+from distruntime_worker.programs import inductor
 from distruntime_worker.programs.compiler import compiled, job_for, prepare
 from distruntime_worker.programs.definition import Definition, Instruction, Name, Row
+from distruntime_worker.programs.program import Program
 from distruntime_worker.programs.regions import Inputs, Region, graph_of, regions_of
 from distruntime_worker.programs.source import NotBegun, Source
 from distruntime_worker.python import children
+from distruntime_worker.session.executor import Executor
 from distruntime_worker.values.step import Slots
+from distruntime_worker.values.streams import Work
 from distruntime_worker.values.template import Template, operator
 from processes import until
 
@@ -150,6 +163,74 @@ def test_a_region_that_fails_runs_again_if_it_has_written_nothing(error: Excepti
     again = which == 0 or isinstance(error, NotBegun)
     assert stopped.at == regions[which].first
     assert list(stopped.failed) == ([] if again else [4, 5, 6, 7])
+
+
+# -- what Inductor has made ----------------------------------------------------------------------------------
+
+
+def _runs_of(
+    call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Program, Callable[[], torch.Tensor]]:
+    """Return the program `x * 2 * 2 * 2` of a matrix that lies transposed, which is compiled to `call`, and
+    what runs it.
+    """
+    monkeypatch.setattr(inductor, "prepare", lambda *_: None)
+    monkeypatch.setattr(inductor, "compiled", lambda *_: call)
+    executor = Executor(Devices(), lambda *_: None, lambda *_: None)  # type: ignore[arg-type, return-value]
+    body = [
+        [0, [[kind, k], [FLOAT, 2.0]], [m], None]
+        for kind, k, m in ((ARGUMENT, 1, 0), (MADE, 0, 1), (MADE, 1, 2))
+    ]
+    fields = [[["aten::mul.Scalar", [OPERAND, ["number"]], {}, 1]], body, [], [[MADE, 2]], 1, 0]
+    executor.learn([[FIRST_TEMPLATE, PROGRAM, fields, {"compile": "inductor"}, 0]])
+    executor.state.slots[1] = torch.ones(3, 2).t()
+    program = executor.state.info[FIRST_TEMPLATE]
+    assert isinstance(program, Program)
+
+    def run() -> torch.Tensor:
+        work = Work(Segment(1, 0, [], [FIRST_TEMPLATE, 1, 2], []), [], 1)
+        executor.works.append(work)
+        with torch.no_grad():
+            executor.run(work)
+        found = executor.state.slots[2]
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    run()
+    until(lambda: program.compiled != "compiling", 60)
+    assert program.compiled == "inductor"
+    return program, run
+
+
+def test_results_of_compiled_code_lie_as_those_of_its_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def call(x: torch.Tensor) -> list[torch.Tensor]:
+        calls.append(x)
+        return [(x * 8).contiguous()]
+
+    program, run = _runs_of(call, monkeypatch)
+    for k in range(1, 3):
+        assert torch.equal(found := run(), torch.full((2, 3), 8.0)) and found.stride() == (1, 2)
+        assert (program.compiled, len(calls)) == ("inductor", k)
+
+
+def test_compiled_code_that_raises_what_its_operators_do_not_is_run_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+
+    def call(x: torch.Tensor) -> list[torch.Tensor]:
+        calls.append(x)
+        raise AssertionError("expected size 2==3\nand more")
+
+    program, run = _runs_of(call, monkeypatch)
+    for _ in range(2):
+        assert torch.equal(run(), torch.full((2, 3), 8.0))
+    assert len(calls) == 1
+    assert program.compiled == (
+        "Inductor cannot compile it: its code raises AssertionError: expected size 2==3"
+    )
 
 
 # -- with Inductor -------------------------------------------------------------------------------------------
@@ -297,6 +378,21 @@ def test_a_compiled_training_step_trains(session: object) -> None:
     for p, q in zip(mine.parameters(), theirs.parameters()):
         torch.testing.assert_close(p, q.cpu(), rtol=1e-4, atol=1e-5)
     assert program.replays > 20
+
+
+@pytest.mark.slow
+def test_a_joined_empty_tensor_leaves_the_strides_as_they_are(session: object) -> None:
+    # Inductor would lay the result out as its second part, as torch's decomposition of `cat` does.
+    def f(x: torch.Tensor, none: torch.Tensor) -> torch.Tensor:
+        return torch.cat([none, (x * 2).sin().transpose(0, 1)], -2)
+
+    program: Any = dr.program(f, compile="inductor")
+    x, none = torch.rand(3, 2), torch.empty(0)
+    for k in range(7):
+        if k == 4:
+            _ready(program)
+        found = program(x.to(REMOTE), none.to(REMOTE))
+        torch.testing.assert_close(found.view(-1).cpu(), f(x, none).view(-1))
 
 
 @pytest.mark.slow

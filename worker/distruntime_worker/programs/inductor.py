@@ -11,6 +11,7 @@ import importlib
 import os
 import shutil
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -107,12 +108,14 @@ class Inductor:
         for k, region in enumerate(self.regions):
             if region.first in inputs.of:
                 given = inputs.of[region.first] if job is None else job.inputs_of(region)
-                found.append((region, _guarded(compiled(self._graph(k), given))))
+                call = compiled(self._graph(k), given)
+                found.append((region, _guarded(call, inputs.strides.get(region.first, []))))
         self._ready = source.with_regions(found)
         self.state = "inductor"
 
     def give_up(self, why: str) -> None:
         """Go on with the program as it is, and tell its user."""
+        self._ready = None
         self.state = f"Inductor cannot compile it: {why}"
         self._complaint = f"a program runs as straight-line code. {self.state}"
 
@@ -171,12 +174,42 @@ def _memory(value: torch.Tensor) -> int:
     return found
 
 
-def _guarded(call: Compiled) -> Compiled:
-    """Return a compiled region that has not begun where one of its inputs does not exist."""
+def _guarded(call: Compiled, strides: Sequence[tuple[int, ...]]) -> Compiled:
+    """Return a compiled region that has not begun where one of its inputs does not exist.
+
+    What it returns has these strides, as the master and the next region take for granted. Inductor returns
+    others where torch's decompositions do, for example of `cat` with an empty tensor.
+    """
+    # It lays out each result in the same way at each run.
+    others: list[int] | None = None
 
     def run(*values: torch.Tensor) -> Sequence[torch.Tensor]:
+        nonlocal others
         if Poisoned in map(type, values):
             raise NotBegun
-        return call(*values)
+        made = call(*values)
+        if others is None:
+            others = _laid_out_otherwise(made, values, strides)
+        if others:
+            made = [*made]
+            for k in others:
+                wanted = torch.empty_strided(
+                    made[k].shape, strides[k], dtype=made[k].dtype, device=made[k].device
+                )
+                made[k] = wanted.copy_(made[k])
+        return made
 
     return run
+
+
+def _laid_out_otherwise(
+    made: Sequence[torch.Tensor], values: Sequence[torch.Tensor], strides: Sequence[tuple[int, ...]]
+) -> list[int]:
+    """Return which results have other strides than these. Those that share their memory stay as they are."""
+    held = Counter(_memory(value) for value in (*made, *values))
+
+    def differs(one: torch.Tensor, wanted: tuple[int, ...]) -> bool:
+        return any(n > 1 and own != other for n, own, other in zip(one.size(), one.stride(), wanted))
+
+    pairs = enumerate(zip(made, strides))
+    return [k for k, (one, wanted) in pairs if differs(one, wanted) and held[_memory(one)] == 1]

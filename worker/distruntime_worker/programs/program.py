@@ -21,7 +21,7 @@ from .cuda_graphs import graphs_for
 from .definition import Definition, Instruction, Name, Row, definition_from
 from .inductor import inductor_for
 from .regions import Inputs, bases_of
-from .source import Source, Stopped, Straight, last_uses, local
+from .source import NotBegun, Source, Stopped, Straight, last_uses, local
 
 # Names of values while a program runs part by part. No word of a log is so small a number.
 _temporary = itertools.count(-(1 << 60)).__next__
@@ -102,7 +102,14 @@ class Program(Step):
         # An operator may raise anything, and its results are poisoned then.
         except Exception as error:
             assert source is not None
-            self._finish(slots, p, i, source.stopped_in(error), error)
+            failures = self._state.work(p).failures
+            before, ended = len(failures), source.stopped_in(error)
+            again = not ended.failed and not isinstance(error, NotBegun)
+            self._finish(slots, p, i, ended, error)
+            # It would raise at each run, and each run would be the slow one.
+            if self._inductor is not None and again and len(failures) == before:
+                text = str(error).strip().partition("\n")[0][:300]
+                self._inductor.give_up(f"its code raises {type(error).__name__}: {text}")
         return i + self.length
 
     def _run_first(self, slots: Slots, p: Words, i: int) -> None:

@@ -187,14 +187,22 @@ def fake_mode() -> FakeTensorMode:
 
 
 class Inputs:
-    """What the regions of a program get, as tensors without memory, noted in a run."""
+    """What the regions of a program get, as tensors without memory, noted in a run.
+
+    `strides` are those of what each region returns, as its operators lay that out.
+    """
 
     def __init__(self) -> None:
         self._mode = fake_mode()
         self.of: dict[int, list[torch.Tensor]] = {}
+        self.strides: dict[int, list[tuple[int, ...]]] = {}
 
     def note(self, region: Region, values: Sequence[object]) -> None:
         """Note the inputs of one region."""
         tensors = [x for x in values if isinstance(x, torch.Tensor)]
         if len(tensors) == len(values):
             self.of[region.first] = [self._mode.from_tensor(x) for x in tensors]
+
+    def note_made(self, region: Region, values: Sequence[object]) -> None:
+        """Note the strides of what one region has made."""
+        self.strides[region.first] = [x.stride() if isinstance(x, torch.Tensor) else () for x in values]

@@ -152,13 +152,17 @@ class Source:
         """Run the program line by line, and return the function for the runs that follow.
 
         Before each call, see whether torch's own function of its operator does the same here. Note what
-        `regions` get in `inputs`. Raise `Stopped` from the error of an instruction.
+        `regions` get and make in `inputs`. Raise `Stopped` from the error of an instruction.
         """
         begun = {region.first: region for region in regions}
+        ended = {region.behind: region for region in regions}
         values: Locals = {"slots": slots, "p": p, "i": i}
         quick: dict[str, Operator] = {}
         for at, line, call in self._lines:
             try:
+                if inputs is not None and at in ended:
+                    region = ended.pop(at)
+                    inputs.note_made(region, [values[local(name)] for name in region.outputs])
                 if call and inputs is not None and at in begun:
                     region = begun[at]
                     inputs.note(region, [values[local(name)] for name in region.inputs])

@@ -244,6 +244,10 @@ def dressed(found: Stripped, kept: Collection[int], name: str) -> list[object]:
     # A base comes before its views.
     for k, leaf in sorted(bare.items(), key=lambda item: item[1].base_ref != 0):
         handle = leaf.handle
+        if leaf.base is not None and leaf.base._handle.ref in kept:
+            # A view would hold the object's tensor, and nobody else may hold what a replay renews.
+            leaves[k] = given(handle, name, found.graphs[k])
+            continue
         base = ready.get(leaf.base_ref) if leaf.base is None else leaf.base
         if handle.ref in kept:
             plain: DistributedTensor = wrap(DistributedTensor, handle)

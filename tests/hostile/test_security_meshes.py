@@ -41,7 +41,15 @@ from distruntime.wire.messages import (
 )
 from greeting_samples import hello
 from processes import ListeningWorker, resident, until
-from tests.hostile.test_security import FIELDS, Target, bytes_of, computes, messages_out_of_place, talk
+from tests.hostile.test_security import (  # noqa: F401 - the fixture is used by being here
+    FIELDS,
+    Target,
+    _attackers_leave,
+    bytes_of,
+    computes,
+    messages_out_of_place,
+    talk,
+)
 
 BIG = 1 << 62
 ONE = [UPLOAD, 7, "member", "float32", [1], b"\0\0\0\0"]

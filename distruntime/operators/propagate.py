@@ -227,13 +227,11 @@ def propagate(
     # A mode that records operators must not see these.
     with _disable_current_modes():
         few = _few_positions(func, args, kwargs, spec_of_operand)
-        if few is not None:
-            found = _propagate_few(func, args, kwargs, spec_of_operand, *few)
-            if found is not None:
-                rehearse(
-                    func, args, kwargs, list(map(spec_of_operand, tensors_of(args, kwargs))), cpu_kernels
-                )
-                return found
+        found = (
+            None if few is None else _propagate_few(func, args, kwargs, spec_of_operand, cpu_kernels, *few)
+        )
+        if found is not None:
+            return found
         return _propagate(func, args, kwargs, spec_of_operand, cpu_kernels)
 
 
@@ -281,6 +279,7 @@ def _propagate_few(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     spec_of_operand: Callable[[Any], Spec],
+    cpu_kernels: bool,
     firsts: Sequence[int],
     of: Sequence[int],
 ) -> Outcome | None:
@@ -289,19 +288,12 @@ def _propagate_few(
     Return None where it is a mistake, or is not so simple: the meta kernel has to see all positions then.
     """
     fewer = [[value[k] for k in firsts] if isinstance(value, (list, tuple)) else value for value in args]
-    metas = [spec_of_operand(t).meta() for t in tensors_of(fewer, kwargs)]
-    twins = iter(metas)
-    before = [spec_of(m) for m in metas]
-    predicting.now = True
     try:
-        out = func(*(_replaced(value, twins) for value in fewer), **kwargs)
+        found = _propagate(func, fewer, kwargs, spec_of_operand, cpu_kernels)
     except Exception as error:
         if is_of_handler(error):
             raise
         return None
-    finally:
-        predicting.now = False
-    found = outcome(func, fewer, kwargs, out, metas, before)
     plain = all(isinstance(one, list) and len(one) == len(firsts) for one in found.results) and all(
         type(result) is New and result.alias is None
         for one in found.results

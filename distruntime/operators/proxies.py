@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -26,7 +30,9 @@ _BELOW_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAu
 
 
 # Torch lets what this returns be written anywhere.
-DETACH = torch.ops.aten.detach.default
+DETACH: Any = torch.ops.aten.detach.default
+_AS_STRIDED: Any = torch.ops.aten.as_strided.default
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def wrap_view(cls: type, handle: Handle, base: Any, func: Any = None) -> Any:
@@ -69,15 +75,30 @@ def wrap(cls: type, handle: Handle) -> Any:
     return out
 
 
-class _Ready(TorchDispatchMode):
-    """Gives torch a proxy that is there already as what an operator returns."""
+class Answering(TorchDispatchMode):
+    """Says what one operator of one tensor returns, where the function that has opened this calls it.
 
-    def __init__(self, proxy: Any) -> None:
+    A signal's handler or a finalizer may run meanwhile. What they call is done as ever.
+    """
+
+    def __init__(self, func: Any, tensor: Any, answer: Callable[[], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._proxy = proxy
+        self._func, self._tensor, self._answer = func, tensor, answer
+        self._asker = sys._getframe(1).f_code
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._proxy
+        if func is self._func and args[0] is self._tensor and _caller() is self._asker:
+            return self._answer()
+        return func(*args, **(kwargs or {}))
+
+
+def _caller() -> CodeType:
+    """Return the code that has called torch's function for which Python dispatch runs."""
+    frame: Any = sys._getframe(2)
+    while frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    code: CodeType = frame.f_code
+    return code
 
 
 def wrap_within(cls: type, handle: Handle, base: Any, view: Any = None) -> Any:
@@ -89,11 +110,13 @@ def wrap_within(cls: type, handle: Handle, base: Any, view: Any = None) -> Any:
     if base.is_inference():
         with torch.inference_mode():
             return wrap(cls, handle)
-    with torch.inference_mode(False), torch.no_grad(), _Ready(wrap(cls, handle)):
-        if view is None:
-            return torch.ops.aten.detach.default(base)
-        spec = handle.spec
-        found = torch.ops.aten.as_strided.default(base, spec.size, spec.stride, spec.offset)
+    with torch.inference_mode(False), torch.no_grad():
+        proxy, func = wrap(cls, handle), DETACH if view is None else _AS_STRIDED
+        with Answering(func, base, lambda: proxy):
+            if view is None:
+                return func(base)
+            spec = handle.spec
+            found = func(base, spec.size, spec.stride, spec.offset)
     _set_creation_meta(found, view)
     return found
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from ..errors import NotSupportedError, of_caller, without_our_frames
@@ -21,7 +20,7 @@ from ..log.handle import REMOTE_TYPES
 from ..log.spec import Spec
 from ..operators.dispatch import dispatch
 from ..operators.propagate import Operator
-from ..operators.proxies import reshape_wrapper, wrap, wrap_view
+from ..operators.proxies import Answering, reshape_wrapper, wrap, wrap_view
 from ..session.session import active_session
 from .tensor import DistributedTensor
 
@@ -159,25 +158,6 @@ def origin_of(cls: type) -> type:
     return found
 
 
-class _OfKind(TorchDispatchMode):
-    """Wraps the one result that is made within it as a proxy of a class."""
-
-    def __init__(self, kind: type[DistributedTensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._kind = kind
-
-    def __torch_dispatch__(
-        self,
-        func: Operator,
-        types: Sequence[type],
-        args: Sequence[torch.Tensor] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        made = func(*args, **(kwargs or {}))
-        assert isinstance(made, DistributedTensor)
-        return wrap_view(self._kind, made._handle, args[0], func)
-
-
 def _of_kind(
     kind: type[DistributedTensor], view: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor
 ) -> torch.Tensor:
@@ -186,10 +166,17 @@ def _of_kind(
     torch's operators make it, so autograd knows it as a view. A proxy that merely had the same handle would
     have another version, and autograd would not see what is written through it.
     """
+
+    def answer() -> DistributedTensor:
+        made = view(tensor)
+        assert isinstance(made, DistributedTensor)
+        found: DistributedTensor = wrap_view(kind, made._handle, tensor, view)
+        return found
+
     with torch._C.DisableTorchFunctionSubclass():
         if kind is DistributedTensor:
             return view(tensor)
-        with _OfKind(kind):
+        with Answering(view, tensor, answer):
             return view(tensor)
 
 

@@ -1,0 +1,144 @@
+"""What a signal's handler issues is done, wherever it strikes: at each call of a Python function in turn."""
+
+from __future__ import annotations
+
+import copy
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+
+import distruntime as dr
+from agree import REMOTE
+
+SIGNAL = signal.SIGUSR1
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the program:UserWarning"),
+    # torch's compiler uses what torch has deprecated.
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+]
+Kind = Callable[[torch.Tensor, torch.Tensor], object]
+
+
+class Image(torch.Tensor):
+    """A user's class."""
+
+
+class Strikes:
+    """Strikes at every so many calls. Each handler adds 1 to a remote tensor."""
+
+    def __init__(self, every: int) -> None:
+        self.sum = torch.zeros(1, dtype=torch.float64).to(REMOTE)
+        self.every, self.calls, self.times = every, 0, 0
+
+    def _profile(self, frame: FrameType, event: str, arg: object) -> None:
+        if event == "call":
+            self.calls += 1
+            if self.calls % self.every == 0:
+                signal.raise_signal(SIGNAL)
+
+    def _handle(self, *_: object) -> None:
+        self.times += 1
+        self.sum.add_(1)
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        before = signal.signal(SIGNAL, self._handle)
+        sys.setprofile(self._profile)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            signal.signal(SIGNAL, before)
+
+
+@dr.program
+def one_memory(x: torch.Tensor, y: torch.Tensor) -> object:
+    return x, x[0], x * 2, y.view(-1)
+
+
+@dr.remote
+def within(x: torch.Tensor) -> object:
+    return x[1:], x * 2
+
+
+def _trained(x: torch.Tensor, y: torch.Tensor) -> object:
+    weight = nn.Parameter(x.clone())
+    optimizer = torch.optim.AdamW([weight], foreach=True)
+    for _ in range(2):
+        (weight * y).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weight.detach()
+
+
+def _reshaped(x: torch.Tensor, y: torch.Tensor) -> object:
+    x.t_()
+    x.unsqueeze_(0)
+    x.squeeze_(0)
+    return x.resize_(2, 2).zero_()
+
+
+def _layers(x: torch.Tensor, y: torch.Tensor) -> object:
+    weight = y[:3].clone().requires_grad_()
+    out = F.layer_norm(F.linear(x, weight), (3,)).softmax(-1)
+    (out * out).sum().backward()
+    return out.detach(), weight.grad
+
+
+def _compiled(x: torch.Tensor, y: torch.Tensor) -> object:
+    return torch.compile(_sines)(x, y)
+
+
+def _compiled_backward(x: torch.Tensor, y: torch.Tensor) -> object:
+    x = x.clone().requires_grad_()
+    torch.compile(_sines)(x, y)[0].sum().backward()
+    return x.grad
+
+
+def _sines(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    z = torch.sin(x) * 2 + y
+    return z, z[0]
+
+
+KINDS: dict[str, Kind] = {
+    "program": one_memory,
+    "remote function": lambda x, y: within(x),
+    "class": lambda x, y: (x.as_subclass(Image) * 2).as_subclass(torch.Tensor),
+    "optimizer": _trained,
+    "in place": _reshaped,
+    "layers": _layers,
+    "compiled": _compiled,
+    "compiled backward": _compiled_backward,
+    "copies": lambda x, y: (copy.deepcopy(x), x.cpu().to(REMOTE)),
+    "sizes of data": lambda x, y: (x.topk(2), x[x > 0]),
+    "attention": lambda x, y: F.scaled_dot_product_attention(x[None, None], y[None, None], x[None, None]),
+    "inference": torch.inference_mode()(lambda x, y: torch.einsum("ij,ij->i", x, y)),
+    "checkpoint": lambda x, y: torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False),
+    "autocast": lambda x, y: torch.autocast("remote", dtype=torch.bfloat16)(torch.matmul)(x, y.t()),
+    "factories": lambda x, y: x.new_zeros(3, 2) + torch.arange(2, device=REMOTE),
+    "text": lambda x, y: torch.tensor(len(repr(x))),
+}
+
+
+@pytest.mark.parametrize("every", [1, 3, 7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_handler_issues_is_done(session: object, kind: str, every: int) -> None:
+    def tensors() -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.arange(12.0).view(3, 4).to(REMOTE), torch.ones(3, 4).to(REMOTE)
+
+    function, strikes = KINDS[kind], Strikes(every)
+    expected = [leaf.cpu() for leaf in tree_leaves(function(*tensors()))]
+    for _ in range(4):
+        x, y = tensors()
+        with strikes():
+            found = function(x, y)
+        torch.testing.assert_close([leaf.cpu() for leaf in tree_leaves(found)], expected)
+        assert strikes.times and strikes.sum.item() == strikes.times

@@ -13,7 +13,8 @@ from ..operators.propagate import Operator
 from ..operators.special import ctc_loss
 from ..tensors.tensor import DistributedTensor
 from .attention import attention
-from .whole import EINSUM, Kernel, on_accelerators, recurrent, to_its_place, without_gradients
+from .products import EINSUM, LINEAR, MATMUL, einsum, linear, matmul
+from .whole import Kernel, on_accelerators, recurrent, to_its_place
 
 _aten = torch.ops.aten
 
@@ -55,6 +56,8 @@ KERNELS: dict[Operator, Kernel] = {
 }
 # Where they do nothing else, they must cost nothing else: `install` puts them in as they are.
 QUICK: dict[Operator, Kernel] = {
-    **{op: without_gradients(op) for op in (_aten.linear.default, _aten.matmul.default, EINSUM)},
+    LINEAR: linear,
+    MATMUL: matmul,
+    EINSUM: einsum,
     _aten.to.device: to_its_place(_aten.to.device),
 }

@@ -36,7 +36,6 @@ FLASH = 1
 # This is torch's own order. A program that was started under `sdpa_kernel` has no business here.
 _ORDER = tuple(torch._C._get_sdp_priority_order())
 ATTENTION = _aten.scaled_dot_product_attention.default
-EINSUM = _aten.einsum.default
 
 
 def recurrent(op: Operator) -> Kernel:
@@ -71,43 +70,6 @@ def on_accelerators(op: Operator) -> Kernel:
                 args = (first, *args)
                 return whole(op, args, kwargs, common_place(DistributedTensor, op, args, kwargs))
         return op.decompose(first, *args, **kwargs)
-
-    return run
-
-
-def without_gradients(op: Operator) -> Kernel:
-    """Return the kernel of a composite that is one instruction where autograd records nothing.
-
-    Its worker takes it apart as torch does here. That is 1 call instead of 4 for a linear layer, 6 for a
-    product of four dimensions, and 12 for an einsum. With gradients this kernel adds the price of an
-    addition, or up to half of one more (measured 2026-11 with `python -m benchmarks kinds`).
-    """
-
-    # `op.decompose` takes torch's formula in Python where there is one, in twice the time.
-    formula = partial(op._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
-
-    def run(*args: object, **kwargs: object) -> object:
-        try:
-            if torch.is_grad_enabled():
-                return formula(*args, **kwargs)
-            operands = args[1] if op is EINSUM else args
-            if (
-                isinstance(operands, (tuple, list))
-                # An einsum of one operand may be a view of it, which autograd must know.
-                and len(operands) > 1
-                and all(type(t) is DistributedTensor for t in operands if t is not None)
-                # Wrong dtypes are told at once, by the products that the formula is made of.
-                and operands[0].dtype.is_floating_point
-                and all(t.dtype is operands[0].dtype for t in operands if t is not None)
-                # These look at each operator of the formula.
-                and not torch._C._len_torch_dispatch_stack()
-                and torch.autograd.forward_ad._current_level < 0
-            ):
-                return dispatch(DistributedTensor, op, (), args, kwargs)
-            return formula(*args, **kwargs)
-        except BaseException as error:
-            drop_frames(error)
-            raise
 
     return run
 

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import distruntime as dr
 from agree import REMOTE
+from counting import instructions
 from distruntime.session.session import Session
 
 CALLS: dict[str, Callable[..., torch.Tensor]] = {
@@ -30,20 +31,6 @@ CALLS: dict[str, Callable[..., torch.Tensor]] = {
 def operands(device: str, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     torch.manual_seed(3)
     return [torch.randn(*size, dtype=dtype).to(device) for size in ((4, 5), (6, 5), (6,))]
-
-
-def instructions(session: Session, call: Callable[[], object]) -> int:
-    """Return how many instructions a call issues, none of which is its first."""
-    node = session.nodes[0]
-    with node.lock:
-        node.flush()
-        node.enough = 1 << 30
-        before = len(node.line_table)
-        result = call()
-        count = len(node.line_table) - before
-        node.enough = 0
-    del result
-    return count
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])

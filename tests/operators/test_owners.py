@@ -116,11 +116,11 @@ def test_a_model_on_another_node(x: torch.Tensor) -> None:
         model = nn.Sequential(nn.Linear(4, 4, device=REMOTE))
     with pytest.raises(dr.errors.PlacementError) as caught:
         model(x)
-    assert str(caught.value).splitlines()[2:] == ["  `self` is `model.0.bias`"]
+    assert str(caught.value).splitlines()[2:] == ["  `weight` is `model.0.weight`"]
     model[0].bias = None
     with pytest.raises(dr.errors.PlacementError) as caught:
         model(x)
-    assert str(caught.value).splitlines()[2:] == ["  `mat2` is `model.0.weight`"]
+    assert str(caught.value).splitlines()[2:] == ["  `weight` is `model.0.weight`"]
 
 
 def test_a_tensor_of_no_module(x: torch.Tensor) -> None:

@@ -20,6 +20,7 @@ from ..machine import accelerator, random_states
 from ..machine.figures import device_properties, empty_cache, memory_figures, reset_peak
 from ..machine.ranges import mark, range_pop, range_push
 from ..machine.settings import configure, settings
+from . import products
 from .step import Operator
 from .streams import elapsed_time
 
@@ -213,7 +214,10 @@ FUNCTIONS: dict[str, Operator] = {
     "distruntime::device_properties": device_properties,
     "distruntime::elapsed_time": elapsed_time,
     "distruntime::empty_cache": empty_cache,
+    # torch's library names its operators so.
+    "distruntime::linear_backward.default": products.linear_backward,
     "distruntime::mark": mark,
+    "distruntime::matmul_backward.default": products.matmul_backward,
     "distruntime::memory_figures": memory_figures,
     "distruntime::range_pop": range_pop,
     "distruntime::range_push": range_push,

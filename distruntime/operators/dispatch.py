@@ -23,7 +23,7 @@ from ..log.tape import recorded
 from ..session.session import active_session
 from .new_calls import first_of_factory, first_time
 from .proxies import AUTOCAST, DETACH, HUGE, wrap
-from .signatures import Entry, count_written, emit, versions
+from .signatures import Entry, count_unreturned, count_written, emit, versions
 from .special import SPECIAL
 
 _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
@@ -148,7 +148,12 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
         alias is not None and (_inference() or (func is not DETACH and args[alias].is_inference()))
     ):
         relieve(place.node)
-        return emit(cls, entry, words, args, kwargs, place, user_line())
+        try:
+            return emit(cls, entry, words, args, kwargs, place, user_line())
+        except BaseException:
+            # A signal's handler may raise behind it, too, where a compiler of Python's frames is at work.
+            count_unreturned(entry, words, args, kwargs, place)
+            raise
     if func is DETACH and _in_backward() >= 0 and _given_away(args):
         return wrap(cls, args[0]._handle)
     ref = next_ref()

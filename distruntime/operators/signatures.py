@@ -172,12 +172,24 @@ def emit(
             _change(operands, outcome)
             # Autograd does this behind an operator that returns.
             count_writes([operands[k] for k in outcome.written])
+            # It is done: see `count_unreturned`.
+            place.node.latest = ()
         raise
     if outcome.listed:
         count_writes([operands[k] for k in outcome.written])
     if outcome.single:
         return built[0]
     return tuple(built) if built else None
+
+
+def count_unreturned(
+    entry: Entry, words: list[object], args: Sequence[Any], kwargs: Any, place: Residence
+) -> None:
+    """Count the writes of a call whose instruction is in the log, and that has raised behind `emit`."""
+    if words is place.node.latest:
+        place.node.latest = ()
+        operands = tensors_of(args, kwargs or {})
+        count_writes([operands[k] for k in entry[3].written])
 
 
 def count_writes(tensors: Sequence[Any]) -> None:

@@ -7,13 +7,14 @@ old value. The place of the stroke is any at which Python lets a signal's handle
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 import distruntime as dr
 from agree import REMOTE
@@ -254,8 +255,30 @@ def test_what_a_handler_raises_in_a_kernel_is_no_word_of_the_kernel(
     assert any("/torch/" in place for place in places) and x.tolist() == [1.0] * 3
 
 
+@contextmanager
+def _compilers_frames() -> Iterator[None]:
+    """Let Python call functions as it does once a compiler, such as torch's, looks at frames.
+
+    Then a signal's handler may run behind each call of one, too.
+    """
+    before = set_eval_frame(False)
+    try:
+        yield
+    finally:
+        set_eval_frame(before)
+
+
+@pytest.mark.parametrize("name", ["add_", "several", "metadata", "view", "out"])
+def test_an_interrupted_operation_behind_a_compiler(session: object, name: str) -> None:
+    with _compilers_frames():
+        assert _attack(CASES[name], begin=2, step=7) > 20
+
+
+@pytest.mark.parametrize("frames", [nullcontext, _compilers_frames])
 @pytest.mark.parametrize("known", [True, False])
-def test_what_was_written_is_noted_for_autograd(session: object, known: bool) -> None:
+def test_what_was_written_is_noted_for_autograd(
+    session: object, known: bool, frames: Callable[[], AbstractContextManager[None]]
+) -> None:
     """Whoever has saved what an interrupted operation has written hears of it."""
     refused = 0
     for strike in strikes():
@@ -265,7 +288,7 @@ def test_what_was_written_is_noted_for_autograd(session: object, known: bool) ->
         if not known:
             w._handle.place.clear_signatures()  # type: ignore[attr-defined]
         try:
-            with strike:
+            with frames(), strike:
                 w.add_(1)
         except Struck:
             pass

@@ -13,7 +13,7 @@ from ..operators.propagate import Operator
 from ..operators.special import ctc_loss
 from ..tensors.tensor import DistributedTensor
 from .attention import attention
-from .products import EINSUM, LINEAR, MATMUL, einsum, linear, matmul
+from .products import ADDMM, EINSUM, LINEAR, MATMUL, addmm, einsum, linear, matmul
 from .whole import Kernel, on_accelerators, recurrent, to_its_place
 
 _aten = torch.ops.aten
@@ -56,6 +56,7 @@ KERNELS: dict[Operator, Kernel] = {
 }
 # Where they do nothing else, they must cost nothing else: `install` puts them in as they are.
 QUICK: dict[Operator, Kernel] = {
+    ADDMM: addmm,
     LINEAR: linear,
     MATMUL: matmul,
     EINSUM: einsum,

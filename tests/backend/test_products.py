@@ -30,6 +30,7 @@ CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Call]] = {
     "one column": (((4, 1), (6, 1), (6,)), F.linear),
     "one element": (((1, 1), (6, 1), (6,)), F.linear),
     "one result": (((2, 4, 5), (1, 5), (1,)), F.linear),
+    "a bias of one": (((2, 4, 5), (6, 5), (1,)), F.linear),
     "a vector": (((5,), (6, 5), (6,)), F.linear),
     "nothing": (((0, 5), (6, 5), (6,)), F.linear),
     "rows apart": (((5, 4, 2), (6, 5), (6,)), lambda x, w, b: F.linear(x.transpose(0, 2), w, b)),
@@ -49,6 +50,11 @@ CALLS: dict[str, tuple[tuple[tuple[int, ...], ...], Call]] = {
     "folded columns": (((2, 3, 5), (6, 5)), lambda a, b: a @ b.t()),
     "folded, rows apart": (((3, 2, 5), (5, 6)), lambda a, b: a.transpose(0, 1) @ b),
     "folded, one column": (((2, 3, 1), (1, 6)), torch.matmul),
+    "a row is added": (((4, 5), (5, 6), (6,)), lambda a, b, c: torch.addmm(c, a, b)),
+    "a number is added": (((4, 5), (5, 6), (1,)), lambda a, b, c: torch.addmm(c, a, b)),
+    "a matrix is added": (((4, 5), (5, 6), (4, 6)), lambda a, b, c: torch.addmm(c, a, b)),
+    "half a row is added": (((4, 5), (5, 6), (6,)), lambda a, b, c: torch.addmm(c, a, b, alpha=2, beta=0.5)),
+    "columns and a row": (((4, 5), (6, 5), (6,)), lambda a, b, c: torch.addmm(c, a, b.t())),
     "two by two": (((4, 5), (5, 6)), torch.matmul),
     "tied": (((2, 4, 5), (5, 5)), lambda x, w: F.linear(F.linear(x, w), w) @ w.t()),
 }
@@ -92,7 +98,8 @@ def test_gradients_are_equal_to_the_last_bit(
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("three", 2), ("four, no bias", 2), ("batches", 2), ("folded", 2), ("scores", 3)]
+    ("name", "count"),
+    [("three", 2), ("four, no bias", 2), ("batches", 2), ("folded", 2), ("scores", 3), ("a row is added", 2)],
 )
 def test_two_instructions_with_gradients(session: Session, name: str, count: int) -> None:
     sizes, call = CALLS[name]
@@ -108,7 +115,9 @@ def test_two_instructions_with_gradients(session: Session, name: str, count: int
     assert instructions(session, both) == count + (name == "scores")
 
 
-@pytest.mark.parametrize("name", ["three", "four, no bias", "scores", "folded", "folded columns", "batches"])
+@pytest.mark.parametrize(
+    "name", ["three", "four, no bias", "scores", "folded", "folded columns", "batches", "a row is added"]
+)
 def test_gradients_of_gradients(session: object, name: str) -> None:
     sizes, call = CALLS[name]
     found = []

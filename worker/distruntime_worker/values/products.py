@@ -27,11 +27,11 @@ def linear_backward(
 
 
 def matmul_backward(
-    grad: torch.Tensor, a: _Optional, b: _Optional, folds: bool, columns: bool
-) -> tuple[_Optional, _Optional]:
-    """Return the gradients of the two operands of a product.
+    grad: torch.Tensor, a: _Optional, b: _Optional, folds: bool, columns: bool, bias: bool
+) -> tuple[_Optional, _Optional, _Optional]:
+    """Return the gradients of the two operands of a product, and of a row that is added to each of its rows.
 
-    `folds` says that the second one has two dimensions, and `columns` that its columns lie together.
+    `folds` says that the second operand has two dimensions, and `columns` that its columns lie together.
     """
     first = second = None
     if folds:
@@ -41,7 +41,7 @@ def matmul_backward(
         if a is not None:
             factor = a.reshape(-1, a.shape[-1])
             second = rows.t().mm(factor).t() if columns else factor.t().mm(rows)
-        return first, second
+        return first, second, rows.sum(0) if bias else None
     batches = grad.reshape(-1, *grad.shape[-2:])
     if b is not None:
         product = batches.bmm(b.reshape(-1, *b.shape[-2:]).transpose(1, 2))
@@ -49,4 +49,4 @@ def matmul_backward(
     if a is not None:
         product = a.reshape(-1, *a.shape[-2:]).transpose(1, 2).bmm(batches)
         second = product.view(*grad.shape[:-2], a.shape[-1], grad.shape[-1])
-    return first, second
+    return first, second, None

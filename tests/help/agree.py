@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -273,6 +274,8 @@ def compare(
             raise Disagreement(f"result {i}: local is a tensor, remote {proxy!r}")
         for name, here in a.visible.items():
             there = _visible(proxy, name)
+            if name == "_is_view" and (here is _HIDDEN or (here and there is _HIDDEN)):
+                continue
             if here != there:
                 raise Disagreement(f"result {i}: {name}: local {here}, remote {there}")
         if is_remote(b):
@@ -300,7 +303,20 @@ _VISIBLE = (
 )
 
 
+def _holds_of_base(view: torch.Tensor) -> int:
+    base = view._base
+    return sys.getrefcount(base)
+
+
+# A view of what nobody holds: torch gives one where it makes an operator of others, and remotely that is one
+# instruction. How many holds that is depends on the version of torch.
+_HIDDEN = "a view of what nobody holds"
+_NOBODY = _holds_of_base(torch.ones(2)[:1])
+
+
 def _visible(tensor: torch.Tensor, name: str) -> Any:
+    if name == "_is_view" and tensor._is_view():
+        return _HIDDEN if _holds_of_base(tensor) == _NOBODY else True
     if name in ("stride", "storage_offset") and tensor.layout is not torch.strided:
         return None
     # Nobody steps along a dimension of one element or none, and torch itself lets its stride float.

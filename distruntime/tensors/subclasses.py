@@ -20,7 +20,7 @@ from ..log.handle import REMOTE_TYPES
 from ..log.spec import Spec
 from ..operators.dispatch import dispatch
 from ..operators.propagate import Operator
-from ..operators.proxies import Answering, reshape_wrapper, wrap, wrap_view
+from ..operators.proxies import Answering, reshape_wrapper, wrap_view
 from ..session.session import active_session
 from .tensor import DistributedTensor
 
@@ -74,7 +74,8 @@ class SubclassTensor(DistributedTensor):
         def plain(tensor: SubclassTensor) -> DistributedTensor:
             if id(tensor) not in given:
                 handle = tensor._handle
-                given[id(tensor)] = tensor, wrap(DistributedTensor, handle), handle.spec
+                # Its views are inference tensors where it is one.
+                given[id(tensor)] = tensor, wrap_view(DistributedTensor, handle, tensor), handle.spec
             return given[id(tensor)][1]
 
         def below(value: object) -> object:

@@ -115,6 +115,24 @@ def test_a_view_that_is_taken_outside_is_one_of_an_inference_tensor(view: Callab
     assert seen("remote") == seen("cpu")
 
 
+class Image(torch.Tensor):
+    """A user's class."""
+
+
+@pytest.mark.parametrize("inference", [True, False], ids=["of an inference tensor", "of a normal tensor"])
+def test_views_of_a_users_class_are_what_its_plain_tensor_is(inference: bool) -> None:
+    def seen(device: str) -> Any:
+        x = torch.arange(12.0).reshape(3, 4).to(device)
+        with torch.inference_mode(inference):
+            image = (x * 2).as_subclass(Image)
+        with torch.inference_mode(not inference):
+            of_normal = x.as_subclass(Image)
+            found = [image, image[1], image.as_subclass(torch.Tensor), image * 2, of_normal[1], of_normal * 2]
+        return [(x.is_inference(), x.tolist()) for x in found]
+
+    assert seen("remote") == seen("cpu")
+
+
 def test_a_module_moves_and_computes() -> None:
     torch.manual_seed(0)
     local = torch.nn.Sequential(

@@ -26,6 +26,8 @@ _strided = torch.strided
 _inference = torch.is_inference_mode_enabled
 _creation_meta: Any = torch._C._autograd._get_creation_meta
 _set_creation_meta: Any = torch._C._autograd._set_creation_meta
+# Autograd refuses to add to the graph of what has this word: a function gives its gradients, as a whole.
+OF_A_FUNCTION: Any = torch._C._autograd.CreationMeta.IN_CUSTOM_FUNCTION
 _BELOW_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
 
 

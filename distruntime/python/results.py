@@ -18,7 +18,7 @@ from ..log.mesh_log import MeshLog
 from ..log.shards import member_of
 from ..log.spec import Spec
 from ..log.storage import Storage
-from ..operators.proxies import wrap, wrap_within
+from ..operators.proxies import OF_A_FUNCTION, wrap, wrap_within
 from ..tensors.tensor import DistributedTensor
 from ..tensors.trees import joined
 from ..tensors.uneven import UnevenTensor, together
@@ -30,19 +30,30 @@ from .structure import leaves, memory_of, wants_grad
 def tensor_proxies(
     structure: object, fresh: Sequence[Handle], operands: Sequence[object]
 ) -> list[DistributedTensor | None]:
-    """Return the proxy of each leaf of a result that is a tensor; None for each object."""
+    """Return the proxy of each leaf of a result that is a tensor; None for each object.
+
+    Autograd counts the writes to what is in one memory together: an argument, and results.
+    """
     found: list[DistributedTensor | None] = []
+    bases: dict[int, tuple[DistributedTensor, bool]] = {}
     for handle, leaf in zip(fresh, leaves(structure)):
         if not leaf:
             found.append(None)
             continue
-        base = memory_of(leaf)
-        given = operands[base] if 0 <= base < len(operands) else None
-        if isinstance(given, DistributedTensor) and not wants_grad(leaf):
-            # Autograd counts the writes to both together.
-            found.append(wrap_within(DistributedTensor, handle, given))
+        number, wants = memory_of(leaf), wants_grad(leaf)
+        given = operands[number] if 0 <= number < len(operands) else None
+        if isinstance(given, DistributedTensor):
+            bases.setdefault(id(handle.storage), (given, given.requires_grad))
+        if id(handle.storage) in bases:
+            base, graph = bases[id(handle.storage)]
+            # Integers have no gradients. And where only one has a graph, none goes from one to the other.
+            differentiable = handle.spec.dtype.is_floating_point or handle.spec.dtype.is_complex
+            view = OF_A_FUNCTION if wants == graph and differentiable else None
+            found.append(wrap_within(DistributedTensor, handle, base, view))
         else:
-            found.append(wrap(DistributedTensor, handle))
+            own: DistributedTensor = wrap(DistributedTensor, handle)
+            bases[id(handle.storage)] = own, wants
+            found.append(own)
     return found
 
 

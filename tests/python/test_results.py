@@ -75,6 +75,80 @@ def test_a_result_with_another_dtype_in_an_arguments_memory_counts_its_writes() 
         assert x.tolist() == [0, 0, 0]
 
 
+def _view(x: torch.Tensor) -> Any:
+    b = x * 2
+    return b, b[0]
+
+
+def _view_first(x: torch.Tensor) -> Any:
+    b = x * 2
+    return b.t(), b
+
+
+def _detached(x: torch.Tensor) -> Any:
+    b = x.exp()
+    return b, b.detach()
+
+
+def _of_another_dtype(x: torch.Tensor) -> Any:
+    b = x.detach() * 2
+    return b.view(torch.int32), b
+
+
+def _of_the_argument(x: torch.Tensor) -> Any:
+    return x, x[1]
+
+
+@pytest.mark.parametrize("f", [_view, _view_first, _detached, _of_another_dtype, _of_the_argument])
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
+def test_results_in_one_memory_count_their_writes_together(f: Any, grad: bool) -> None:
+    remote = dr.remote(f)
+    for written in (0, 1, 0, 1):
+        x = torch.ones(3, 3, device=REMOTE, requires_grad=grad) * 1
+        found = remote(x)
+        kept = found[1 - written]
+        if kept.is_floating_point():
+            weight = torch.ones(kept.shape, device=REMOTE, requires_grad=True)
+            loss = (weight * kept).sum()
+            with torch.no_grad():
+                found[written].add_(1)
+            with pytest.raises(RuntimeError, match=r"modified (by an inplace operation|inplace)"):
+                loss.backward()
+        assert found[0]._version == found[1]._version
+
+
+@pytest.mark.parametrize("f", [_view, _view_first, _of_the_argument])
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
+@pytest.mark.parametrize("written", [0, 1])
+def test_no_gradient_is_lost_between_results_in_one_memory(f: Any, grad: bool, written: int) -> None:
+    remote = dr.remote(f)
+    for _ in range(3):
+        x = torch.ones(3, 3, device=REMOTE, requires_grad=grad) * 1
+        found = remote(x)
+        # A result behaves as ever until then.
+        assert found[1 - written].requires_grad == grad
+        weight = torch.full((3,), 2.0, device=REMOTE, requires_grad=True)
+        with pytest.raises(RuntimeError, match="modified inplace"):
+            found[written].mul_(weight)
+            found[1 - written].sum().backward()
+
+
+def test_an_argument_and_a_result_in_its_memory_lose_no_gradient() -> None:
+    tail = dr.remote(lambda x: x[1:])
+    for _ in range(3):
+        x = torch.ones(3, device=REMOTE, requires_grad=True)
+        y = x * 1
+        tail(y).sum().backward()
+        assert x.grad is not None and x.grad.tolist() == [0, 1, 1]
+        y = x * 1
+        with pytest.raises(RuntimeError, match="modified inplace"):
+            tail(y).mul_(2)
+        found = tail(y)
+        y.mul_(2)
+        with pytest.raises(RuntimeError, match="modified inplace"):
+            found.sum()
+
+
 def test_operands_in_one_memory_say_nothing_about_operands_in_two() -> None:
     f: Any = dr.remote(second)
     a, b = torch.zeros(2, device=REMOTE), torch.zeros(2, device=REMOTE)

@@ -122,19 +122,31 @@ def _operands_memory(operands: Sequence[object]) -> list[int]:
     ]
 
 
-def _memory(parts: _Parts, key: object, alone: int, given: list[int], recorded: bool) -> int | None:
+def _memories_of(value: object) -> Counter[int]:
+    """Return how many tensors of a result, which is opened, are in each memory."""
+    if can_be_proxy(value):
+        return Counter([value.untyped_storage()._cdata])  # type: ignore[attr-defined]
+    return sum(map(_memories_of, _parts_of(value) or ()), Counter[int]())
+
+
+def _memory(
+    parts: _Parts, key: object, alone: int, given: list[int], recorded: Counter[int] | None
+) -> int | None:
     """Return whose memory a tensor is in: its own, or an operand's. None: somebody else holds it.
 
-    `alone` is how many references a part has that nobody else holds. It is 0 where somebody may.
+    `recorded` counts a result's tensors in each memory, where the call was recorded. `alone` is how many
+    references a part has that nobody else holds. It is 0 where somebody may.
     """
     value: torch.Tensor = parts[key]  # type: ignore[assignment, call-overload]
     storage = value.untyped_storage()._cdata
     if storage in given:
         return given.index(storage)
     # Besides Python's object for the storage, the tensor holds it. What autograd has saved of a computed
-    # value is guarded by its version counter.
+    # value is guarded by its version counter. Another result in this memory is not.
     only = torch._C._storage_Use_Count(storage) <= 2 and _holders(value) == 1
-    computed = recorded and value.grad_fn is not None and not value._is_view()
+    computed = (
+        recorded is not None and recorded[storage] == 1 and value.grad_fn is not None and not value._is_view()
+    )
     del value
     if (only or computed) and sys.getrefcount(parts[key]) <= alone:  # type: ignore[call-overload]
         return OWN
@@ -145,11 +157,17 @@ def described(box: list[object], operands: Sequence[object], memories: Memories,
     """Return the structure of a result: the one item of `box`, so that nothing else here holds it."""
     if box[0] is None:
         return NOTHING
-    return _described(box, 0, _ALONE, _operands_memory(operands), memories, recorded)
+    counts = _memories_of(box[0]) if recorded and _opened(box[0]) else None
+    return _described(box, 0, _ALONE, _operands_memory(operands), memories, counts)
 
 
 def _described(
-    parts: _Parts, key: object, alone: int, given: list[int], memories: Memories | None, recorded: bool
+    parts: _Parts,
+    key: object,
+    alone: int,
+    given: list[int],
+    memories: Memories | None,
+    recorded: Counter[int] | None,
 ) -> Plain:
     """Return the structure of a part; without `memories`, what others hold gets no name of its own."""
 
@@ -220,6 +238,7 @@ def strangers(
     `box`. Memory of its own does no harm where another one was promised.
     """
     given = _operands_memory(operands)
+    counts = _memories_of(box[0]) if recorded and _opened(box[0]) else None
     found, number = dict[int, bool](), count()
 
     def compare(real: int | None, expected: int) -> None:
@@ -231,9 +250,9 @@ def strangers(
         match promised:
             case ["tensor", *_, int(expected)]:
                 if isinstance(parts[key], torch.Tensor):  # type: ignore[call-overload]
-                    compare(_memory(parts, key, alone, given, recorded), expected)
+                    compare(_memory(parts, key, alone, given, counts), expected)
             case ["class", *_]:
-                told = _described(parts, key, alone, given, None, recorded)
+                told = _described(parts, key, alone, given, None, counts)
                 for real, expected in zip(_memories_in(told), _memories_in(promised)):
                     compare(real, expected)
             case ["tuple" | "list", *inside] | ["dict", list(_), *inside]:

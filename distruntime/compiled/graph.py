@@ -22,7 +22,7 @@ from ..log.issue import noting
 from ..log.line import copied
 from ..log.storage import Storage
 from ..log.tape import recorded
-from ..operators.proxies import view_of, wrap, wrap_within
+from ..operators.proxies import of_a_function, view_of, wrap, wrap_within
 from ..programs.begins import Begins, Moves, begins_of
 from ..programs.handlers import Handlers
 from ..programs.layout import Layout, memories_of
@@ -273,7 +273,9 @@ class _Plan:
             if base is not None:
                 self._shared[k] = base, view_of(leaf)
             elif first != k:
-                self._shared[k] = first, None
+                # Views of what is not returned would give each other gradients through it.
+                siblings = leaf._is_view() and leaf._base is found[first]._base  # type: ignore[attr-defined]
+                self._shared[k] = first, of_a_function(leaf._handle.spec) if siblings else None
 
     def _note_exposed(self, saves: slice, found: Results, given: _Given) -> None:
         """Note by which arguments and results others can write to what is saved.

@@ -26,8 +26,7 @@ _strided = torch.strided
 _inference = torch.is_inference_mode_enabled
 _creation_meta: Any = torch._C._autograd._get_creation_meta
 _set_creation_meta: Any = torch._C._autograd._set_creation_meta
-# Autograd refuses to add to the graph of what has this word: a function gives its gradients, as a whole.
-OF_A_FUNCTION: Any = torch._C._autograd.CreationMeta.IN_CUSTOM_FUNCTION
+_OF_A_FUNCTION: Any = torch._C._autograd.CreationMeta.IN_CUSTOM_FUNCTION
 _BELOW_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
 
 
@@ -121,6 +120,15 @@ def wrap_within(cls: type, handle: Handle, base: Any, view: Any = None) -> Any:
             found = func(base, spec.size, spec.stride, spec.offset)
     _set_creation_meta(found, view)
     return found
+
+
+def of_a_function(spec: Spec) -> Any:
+    """Return torch's word on views that a function returns, whose gradients it gives as a whole.
+
+    Autograd refuses writes for which a gradient would have to go from one to another. Return None for
+    integers, which have no gradients.
+    """
+    return _OF_A_FUNCTION if spec.dtype.is_floating_point or spec.dtype.is_complex else None
 
 
 def view_of(proxy: Any) -> Any:

@@ -18,7 +18,7 @@ from ..guards.seen import PLAIN, Key, Seen, same
 from ..log.handle import Handle
 from ..log.spec import Spec
 from ..log.tape import not_in_a_program, refused
-from ..operators.proxies import view_of, wrap, wrap_within
+from ..operators.proxies import of_a_function, view_of, wrap, wrap_within
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD, MADE
 from .begins import Begins, Moves, alike, followed, line_of_offset
@@ -241,6 +241,7 @@ def dressed(found: Stripped, kept: Collection[int], name: str) -> list[object]:
     leaves = [*found.leaves]
     bare = {k: leaf for k, leaf in enumerate(leaves) if isinstance(leaf, _Bare)}
     ready: dict[int, DistributedTensor] = {}
+    firsts: dict[int, DistributedTensor] = {}
     # A base comes before its views.
     for k, leaf in sorted(bare.items(), key=lambda item: item[1].base_ref != 0):
         handle = leaf.handle
@@ -253,8 +254,13 @@ def dressed(found: Stripped, kept: Collection[int], name: str) -> list[object]:
             plain: DistributedTensor = wrap(DistributedTensor, handle)
             leaves[k] = given(plain.data._handle, name, found.graphs[k])  # type: ignore[attr-defined]
             continue
-        view = None if base is None else leaf.view
-        proxy = given(handle, name, found.graphs[k], leaf.proxy if view is None else base, view)
+        view, graph = None if base is None else leaf.view, found.graphs[k]
+        if base is None and leaf.base_ref in firsts and not graph:
+            # Views of what is not returned would give each other gradients through it.
+            base, view = firsts[leaf.base_ref], of_a_function(handle.spec)
+        proxy = given(handle, name, graph, leaf.proxy if view is None else base, view)
+        if leaf.base_ref and not graph:
+            firsts.setdefault(leaf.base_ref, proxy)
         leaves[k] = ready[handle.ref] = proxy
     return leaves
 

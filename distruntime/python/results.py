@@ -18,7 +18,7 @@ from ..log.mesh_log import MeshLog
 from ..log.shards import member_of
 from ..log.spec import Spec
 from ..log.storage import Storage
-from ..operators.proxies import OF_A_FUNCTION, wrap, wrap_within
+from ..operators.proxies import of_a_function, wrap, wrap_within
 from ..tensors.tensor import DistributedTensor
 from ..tensors.trees import joined
 from ..tensors.uneven import UnevenTensor, together
@@ -46,9 +46,8 @@ def tensor_proxies(
             bases.setdefault(id(handle.storage), (given, given.requires_grad))
         if id(handle.storage) in bases:
             base, graph = bases[id(handle.storage)]
-            # Integers have no gradients. And where only one has a graph, none goes from one to the other.
-            differentiable = handle.spec.dtype.is_floating_point or handle.spec.dtype.is_complex
-            view = OF_A_FUNCTION if wants == graph and differentiable else None
+            # Where only one of them has a graph, no gradient goes from one to the other.
+            view = of_a_function(handle.spec) if wants == graph else None
             found.append(wrap_within(DistributedTensor, handle, base, view))
         else:
             own: DistributedTensor = wrap(DistributedTensor, handle)

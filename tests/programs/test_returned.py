@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -136,3 +137,28 @@ def test_writes_to_what_is_returned_are_seen_as_behind_the_function(
             here.x.detach_()
             there.x.detach_()
     assert program.replays >= 3
+
+
+@pytest.mark.parametrize("kind", [dr.program, partial(torch.compile, backend="distruntime")])
+@pytest.mark.parametrize("written", [0, 1])
+def test_views_of_what_is_not_returned_lose_no_gradient(session: object, kind: Any, written: int) -> None:
+    function = kind(_two_views)
+    for k in range(6):
+        found = function(tensor(REMOTE, 2, 2, seed=k))
+        found[written].add_(1)
+        assert torch.equal(found[0].cpu(), found[1].cpu()[:2])
+        assert found[0]._version == found[1]._version == 1
+        weight = torch.ones(1, device=REMOTE, requires_grad=True)
+
+        def act(found: Any = found, weight: torch.Tensor = weight) -> None:
+            found[written].mul_(weight)
+            found[1 - written].sum().backward()
+
+        # At a call that is traced or runs operator by operator, they are views of what is not returned.
+        why = _raised(act)
+        assert weight.grad is not None or why.startswith("A view was created in no_grad mode"), why
+
+
+def _two_views(a: torch.Tensor) -> _Result:
+    b = a * 2
+    return b[0], b.view(-1)

@@ -62,9 +62,14 @@ class StretchedLog(list[object]):
         ]
 
     def rest(self, taken: int) -> StretchedLog:
-        """Return a log of what follows the first `taken` words."""
+        """Return a log of what follows the first `taken` words.
+
+        If a finalizer puts words here meanwhile, it lacks them: whoever calls this counts, and calls again.
+        """
+        # They come before their stretches. Otherwise it could have words that are in no stretch.
+        words = self[taken:]
         left = [[stream, max(first - taken, 0)] for stream, first, end in self.bounds() if end > taken]
-        return StretchedLog(self._free, self._stray, self[taken:], left)
+        return StretchedLog(self._free, self._stray, words, left)
 
     def bounds(self) -> list[tuple[int, int, int]]:
         """Return (stream, index of its first word, index behind its last) of each stretch."""

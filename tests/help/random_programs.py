@@ -24,6 +24,7 @@ import io
 import itertools
 import math
 import random
+import sys
 import threading
 import time
 import traceback
@@ -1932,6 +1933,11 @@ def _tail(x: torch.Tensor) -> torch.Tensor:
     return x[1:]
 
 
+def _within(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    whole = (x * 3).reshape(-1)
+    return whole, whole[1:]
+
+
 def _fails(x: torch.Tensor) -> torch.Tensor:
     raise IndexError("this function always fails")
 
@@ -2034,7 +2040,7 @@ def _wrapped(keeper: Keeper) -> dict[str, Keeper]:
 
 
 # The functions are made once, so that what is known of their results meets other programs' operands.
-_remote = {fn: dr.remote(fn) for fn in (_scaled, _both, _tail, _items, _paired)}
+_remote = {fn: dr.remote(fn) for fn in (_scaled, _both, _tail, _within, _items, _paired)}
 _total = dr.remote(Total)
 _keeper = dr.remote(Keeper)
 _give, _add_of, _wrap = dr.remote(Keeper.give), dr.remote(_add_held), dr.remote(_wrapped)
@@ -2096,6 +2102,20 @@ class Calling(Base):
         one, two = _both(a.local, b.local)
         self.keep(a.place, remote[0], one)
         self.keep(a.place, remote[1]["sum"], two["sum"])
+
+    @operation(1)
+    def call_for_two_in_one_memory(self) -> None:
+        a = self.any(healthy=True)
+        self.say(a)
+        with self.where(a.place):
+            remote: Any = _remote[_within](a.remote)
+        one, two = _within(a.local)
+        whole = self.keep(a.place, remote[0], one)
+        part = self.keep(a.place, remote[1], two, view_of=whole)
+        self.write(part, lambda t: t.add_(1))
+        part.local.add_(1)
+        if remote[0]._version != remote[1]._version:
+            self.differs(f"{whole} and {part} count their writes apart")
 
     @operation(1.5)
     def call_that_writes(self) -> None:
@@ -2494,6 +2514,60 @@ class Living(Base):
             self.keep(value.place, loaded.clone(), local)
 
 
+class Dropped:
+    """It acts when it goes."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act = act
+
+    def __del__(self) -> None:
+        self._act()
+
+
+class Striking(Base):
+    """Other operations, while finalizers issue some of their own: at every so many calls of this thread."""
+
+    @operation(0.6)
+    def strike(self) -> None:
+        place, local = self.place(), self.numbers((3,))
+        with self.where(place):
+            remote = local.to(self.device(place))
+        among = (Elementwise, Copying, Calling)
+        names = sorted({name for one in among for name in vars(one) if hasattr(getattr(one, name), "weight")})
+        name, every = self.random.choice(names), self.random.choice((1, 3, 7, 20))
+        calls = times = 0
+        wrong: list[Exception] = []
+
+        def add() -> None:
+            nonlocal times
+            # A finalizer's error would go to stderr, and nobody would know.
+            try:
+                remote.add_(1)
+                times += 1
+            except Exception as error:
+                # While torch's C++ makes a tensor of a list, it calls no operator of Python's.
+                if "func != nullptr INTERNAL ASSERT" not in str(error):
+                    wrong.append(error)
+
+        def look(frame: types.FrameType, event: str, arg: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+            # A log that is being sent would never be empty if each call of the sender's issued more.
+            if event == "call" and calls % every == 0 and times < 100:
+                Dropped(add)
+
+        self.say("during", name, "at each call of", every)
+        before = sys.getprofile()
+        sys.setprofile(look)
+        try:
+            getattr(self, name)()
+        finally:
+            sys.setprofile(before)
+        self.keep(place, remote, local + times)
+        if wrong:
+            self.differs(f"a finalizer raised {wrong[0]!r:.300}")
+
+
 class Tracing(Base):
     """Traces of what all programs of the process do: a process has one at a time."""
 
@@ -2631,6 +2705,7 @@ class Program(
     Ranks,
     Stored,
     Living,
+    Striking,
     Tracing,
     Watching,
 ):

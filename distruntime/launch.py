@@ -178,7 +178,7 @@ def _run_job(job: Job) -> int:
 
 def _submit(options: argparse.Namespace, words: list[str]) -> int:
     """Hand a batch script to Slurm. Inside of the allocation, it is this command again."""
-    asked = [f"--nodes={options.nodes or 1}", f"--job-name={Path(words[0]).stem}", *options.sbatch]
+    asked = [f"--nodes={options.nodes or 1}", slurm.name_of_job(words[0]), *options.sbatch]
     if options.count is not None:
         asked.append(f"--ntasks={options.count}")
     again = [sys.executable, "-m", "distruntime", "launch", "--slurm", *_repeated(options)]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import final
 
 from ..errors import ConfigurationError, ConnectionFailed
@@ -160,6 +161,13 @@ class SlurmLauncher(Launcher):
             *(sys.executable, "-m", "distruntime_worker", *spec.arguments()),
         ]
         return start_program("srun", words, spec, environment, ends=not spec.lasting)
+
+
+def name_of_job(script: str) -> str:
+    """Return the option that names a job by its script, as a line of a batch script takes it."""
+    name = Path(script).stem.replace("\\", "\\\\").replace('"', '\\"')
+    # A blank would begin another option there, and a "#" a comment.
+    return f'"--job-name={name}"' if re.search(r"[\s\"'\\#]", name) else f"--job-name={name}"
 
 
 def batch_script(options: Sequence[str], words: Sequence[str], *, requeue: bool, warning: int) -> str:

@@ -19,6 +19,7 @@ from distruntime.launching.slurm import (
     SlurmLauncher,
     allocation,
     batch_script,
+    name_of_job,
     queue_again,
     tasks,
 )
@@ -131,6 +132,20 @@ def test_a_batch_script_becomes_the_launch_and_hears_of_its_limit() -> None:
         "exec distruntime launch 'a b.py'",
     ]
     assert "USR1" not in batch_script([], ["distruntime"], requeue=False, warning=60)
+
+
+@pytest.mark.parametrize(
+    ("script", "option"),
+    [
+        ("jobs/train.py", "--job-name=train"),
+        ("my jobs/träin.py", "--job-name=träin"),
+        ("my first run.py", '"--job-name=my first run"'),
+        ("run #2.py", '"--job-name=run #2"'),
+        ('the "good" \\one.py', r'"--job-name=the \"good\" \\one"'),
+    ],
+)
+def test_a_job_has_the_name_of_its_script(script: str, option: str) -> None:
+    assert name_of_job(script) == option
 
 
 def test_outside_of_an_allocation_a_job_is_printed_or_submitted(programs: Path, tmp_path: Path) -> None:

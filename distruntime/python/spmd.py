@@ -211,9 +211,11 @@ class _Team:
             raise
         cancel_together([part._handle for part in running.values()], ())
         if len(running) > 1:
-            after = self._callee.child("after", name, "method after")
-            for members in self._members.values():
-                invoke(after, _of_objects, (members, call, *self._address, name), {}, None, RemoteObject)
+            # A worker where the call has not begun tells the others why. Its own part says that.
+            after = self._callee.child("after", name, "members after")
+            for node, members in self._members.items():
+                told = (members, call, *self._address, name, running[node])
+                invoke(after, _of_objects, told, {}, None, RemoteObject)
         return running
 
     def _callee_of(

@@ -44,6 +44,8 @@ _COPIED = (
     "operands of these sizes it has returned other memory before: this one is a copy. "
     'Say returns="ask" to share the memory, or return x.clone()'
 )
+# A master calls this with what may be poisoned, and it says what became of that.
+AFTER = "members after"
 # A pickle of up to so many bytes is replied itself; a larger one is a tensor of bytes, which a fetch brings.
 INLINE = 1 << 14
 
@@ -123,7 +125,7 @@ class Calls:
             raise NotSupportedError(self._refused)
         # Others read these of the template.
         del random, writes
-        if any(isinstance(operand, Poisoned) for operand in (what, *operands)):
+        if what != AFTER and any(isinstance(operand, Poisoned) for operand in (what, *operands)):
             raise UsageError("an operand is poisoned")
         inputs, gate = list[torch.Tensor](), None
         given = [_value(operand) for operand in operands]

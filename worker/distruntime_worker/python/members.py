@@ -26,6 +26,7 @@ from distruntime.wire.deadlines import MEET
 from distruntime.wire.shield import RLock
 
 from ..collectives.listening import interface_of
+from ..values.objects import Poisoned
 from . import children
 from .children import Child, Nursery, Surroundings, readable
 from .handing import Incoming, Outgoing, Stays, read, receive
@@ -44,8 +45,6 @@ _PIPE = 1 << 16
 # both, and may take so many seconds to be known.
 _LOST = ("losed by peer", "reset by peer", "Broken pipe", "remote process has terminated", "ConnectionError")
 _ECHO = 1.0
-# A worker says so of a call whose members it has not begun. It need not know that the call was cancelled.
-_NOT_BEGUN = "did not begin on worker"
 
 
 class Members:
@@ -72,6 +71,7 @@ class Members:
             )
         self._around = around
         self._ranks, self._world, self._node, self._nodes = [*ranks], world, node, nodes
+        self._index = index
         # Another worker's error may tell of them.
         self._names = [f"rank {rank} on node {index}" for rank in ranks]
         self._devices = [around.device(torch.device(name)) for name in devices]
@@ -157,21 +157,28 @@ class Members:
                 if outcome is error:
                     raise
                 if outcome is not None:
-                    self._await_cancel(outcome, check)
                     raise outcome from None
             self._ungrouped = self._outcomes.ungrouped
             return Results(results)
 
-    def after(self, call: int, host: str, port: int, name: str) -> None:
-        """Tell the other workers where a call has not begun here: an argument of it had failed."""
+    def after(self, call: int, host: str, port: int, name: str, part: object) -> None:
+        """Tell the other workers where a call has not begun here. `part` is what `run` has left here of it.
+
+        An argument of it had failed, or it was cancelled before it ran.
+        """
         if here.call is not None:
             here.call.poll()
         check = partial(self._check, name, time.monotonic() + _TELLING)
         with self._around.paused(), self._alone(check):
             if self._ran < call:
                 self._catch_up(call)
-                why = f"{name} {_NOT_BEGUN} {self._node} of the mesh: an argument of it had failed"
-                self._fail(call, RuntimeError(why))
+                where = f"{name} did not begin on node {self._index}"
+                if isinstance(part, Poisoned):
+                    cause = part.failure
+                    error = error_of(cause.kind, f"{cause.text} ({where})", cause.traceback)
+                else:
+                    error = InternalError(f"{where}, and has left {part!r:.80}")
+                self._fail(call, error)
 
     @contextmanager
     def _alone(self, check: Check) -> Iterator[None]:
@@ -370,13 +377,6 @@ class Members:
         for line in said.decode(errors="replace").splitlines():
             child.last = line
             print(f"[rank {self._ranks[lane]}] {line}", flush=True)
-
-    def _await_cancel(self, outcome: BaseException, check: Check) -> None:
-        """Give the master a moment to tell of what has kept another worker from beginning a call."""
-        until = time.monotonic() + _ECHO
-        while _NOT_BEGUN in str(outcome) and time.monotonic() < until:
-            check()
-            time.sleep(_LOOK)
 
     def _await_cause(self, call: int, check: Check) -> None:
         """Give the other workers a moment to tell of the failure that has made members here fail."""

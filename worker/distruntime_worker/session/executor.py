@@ -45,7 +45,7 @@ from ..log.waits import Waits
 from ..machine.devices import Devices
 from ..publishing.published import Others, Published, Shelf
 from ..python.agent import Agent
-from ..python.calls import Calls
+from ..python.calls import AFTER, Calls
 from ..python.children import Surroundings
 from ..python.members import Members
 from ..python.running import Around
@@ -105,6 +105,7 @@ class Executor:
             devices.real, lambda proposed: self.host(proposed), state.turn.paused, lambda: state.closed
         )
         own: dict[str, Operator] = {"members": partial(Members, here), "agent": partial(Agent, here)}
+        own[AFTER] = Members.after
         calls = Calls(refused, devices.real, self.around, own)
         self.chain = Chain(state, self.draws)
         # It compiles templates: see steps.py.

@@ -63,13 +63,15 @@ def test_a_condition_has_its_environment_and_is_gone_afterwards() -> None:
     )
     if reason := lane.missing(asked):
         pytest.skip(f"cannot run here: {reason}")
-    program = "import os; print(os.environ['SEEN'], 'HOME' in os.environ, os.listdir(os.environ['SEEN']))"
+    program = (
+        "import os; print(os.environ['SEEN'], 'HOME' in os.environ, os.listdir(os.environ['SEEN']), sep='|')"
+    )
     with lane.made(asked) as (before, environment, tree):
         done = subprocess.run(
             [*before, "-c", program], cwd=tree, env=environment, capture_output=True, text=True
         )
-    folder, _, rest = done.stdout.partition(" ")
-    assert rest == "False ['prepared']\n", done.stderr
+    folder, _, rest = done.stdout.partition("|")
+    assert rest == "False|['prepared']\n", done.stderr
     assert folder and not Path(folder).exists()
 
 

@@ -161,7 +161,7 @@ def test_the_commands_show_named_sessions_and_end_them(capsys: pytest.CaptureFix
     assert command_line.main(["status"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].split() == "worker host pid up doing queued CPU memory free".split()
-    assert [line.split()[1] for line in shown if "/worker-" in line][-2:] == ["day", "day"]
+    assert [line.rpartition("/worker-")[2].split()[1] for line in shown[-2:]] == ["day", "day"]
     assert command_line.main(["top", "--times", "2"]) == 0
     assert capsys.readouterr().out.count("memory free") == 2
     assert command_line.main(["stacks", "1", "--session", "day"]) == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pwd
+import shlex
 import shutil
 import socket
 import subprocess
@@ -91,7 +92,9 @@ class Account:
         self.config.touch()
         self.known = self.folder / "known_hosts"
         self.known.touch()
-        self._program("ssh", f'exec /usr/bin/ssh -F {self.config} "$@"')
+        # For a jump host ssh starts itself with this path, and puts no quotes around it. So it has no blank.
+        here, name = shlex.quote(str(self.folder)), self.config.name
+        self._program("ssh", f'cd {here} && exec /usr/bin/ssh -F {name} "$@"')
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
         return self
 
@@ -119,10 +122,9 @@ class Account:
 
     def python(self, name: str, paths: Sequence[str]) -> Path:
         """Make a Python for the user that finds packages in these folders."""
-        where = ":".join(paths)
-        return self._program(
-            name, f'PYTHONPATH={where} OMP_NUM_THREADS=1 exec {_interpreter()} "$@"', self.folder
-        )
+        where, interpreter = shlex.quote(":".join(paths)), shlex.quote(_interpreter())
+        text = f'PYTHONPATH={where} OMP_NUM_THREADS=1 exec {interpreter} "$@"'
+        return self._program(name, text, self.folder)
 
     def program(self, name: str, text: str) -> Path:
         """Make a program for the user: a shell's script."""
@@ -164,7 +166,7 @@ class Account:
         folder = self.folder / "installed"
         folder.mkdir(exist_ok=True)
         shutil.copy(self.folder / "python", folder / "python3")
-        return self.machine(name, settings=f"SetEnv PATH={folder}:/usr/bin:/bin")
+        return self.machine(name, settings=f'SetEnv "PATH={folder}:/usr/bin:/bin"')
 
 
 def _uid(path: Path) -> int:
@@ -188,8 +190,8 @@ class Machine:
         self.log = account.folder / f"{name}.log"
         config = account.folder / f"{name}.conf"
         config.write_text(
-            f"Port {self.port}\nListenAddress {host}\nHostKey {account.folder}/host_key\n"
-            f"PidFile none\nAuthorizedKeysFile {account.folder}/authorized\nStrictModes no\nUsePAM no\n"
+            f'Port {self.port}\nListenAddress {host}\nHostKey "{account.folder}/host_key"\n'
+            f'PidFile none\nAuthorizedKeysFile "{account.folder}/authorized"\nStrictModes no\nUsePAM no\n'
             f"PasswordAuthentication no\nKbdInteractiveAuthentication no\nAllowUsers {USER}\n{settings}\n",
             encoding="utf-8",
         )
@@ -201,8 +203,8 @@ class Machine:
         with account.config.open("a", encoding="utf-8") as file:
             file.write(
                 f"Host {name}\n HostName {host}\n Port {self.port}\n User {USER}\n"
-                f" IdentityFile {account.folder}/key\n IdentitiesOnly yes\n"
-                f" UserKnownHostsFile {account.known}\n GlobalKnownHostsFile none\n"
+                f' IdentityFile "{account.folder}/key"\n IdentitiesOnly yes\n'
+                f' UserKnownHostsFile "{account.known}"\n GlobalKnownHostsFile none\n'
             )
         key = (account.folder / "host_key.pub").read_text(encoding="utf-8")
         with account.known.open("a", encoding="utf-8") as file:

@@ -292,7 +292,7 @@ def test_a_host_key_that_is_unknown_or_has_changed(account: Account, box: Machin
         for name, known in (("unknown", "none_known"), ("changed", "other_known")):
             file.write(
                 f"Host {name}\n HostName 127.0.0.1\n Port {box.port}\n User nobody\n"
-                f" UserKnownHostsFile {account.folder}/{known}\n GlobalKnownHostsFile none\n"
+                f' UserKnownHostsFile "{account.folder}/{known}"\n GlobalKnownHostsFile none\n'
             )
     (account.folder / "other_known").write_text(
         f"[127.0.0.1]:{box.port} {(account.folder / 'key.pub').read_text(encoding='utf-8')}", encoding="utf-8"
@@ -415,7 +415,7 @@ def test_an_environment_that_cannot_be_made(
     base = account.program(
         "full",
         'case "$*" in "-m venv"*) echo "Error: the disk is full"; exit 3;; esac\n'
-        f'exec {account.python("only", [torch_there])} "$@"',
+        f'exec "{account.python("only", [torch_there])}" "$@"',
     )
     fails(
         box.address(base, setup="auto"),

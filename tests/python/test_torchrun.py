@@ -7,6 +7,7 @@ those that do.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import threading
 from pathlib import Path
@@ -54,7 +55,7 @@ def script(tmp_path: Path) -> str:
 def flags(line: str) -> list[tuple[str, str]]:
     """Return torchrun's flags as the command line has them."""
     found: list[tuple[str, str]] = (
-        command_options.command_parser().parse_args(["run", *line.split(), "x.py"]).torchrun
+        command_options.command_parser().parse_args(["run", *shlex.split(line), "x.py"]).torchrun
     )
     return found
 
@@ -100,7 +101,7 @@ def test_ranks_on_two_workers(session: Any, nurseries: None, script: str, capfd:
 
 
 def test_logs_that_the_user_wants_stay(session: Any, nurseries: None, script: str, tmp_path: Path) -> None:
-    given = flags(f"--nnodes 2 --log-dir {tmp_path}/logs")
+    given = flags(f"--nnodes 2 --log-dir {shlex.quote(str(tmp_path))}/logs")
     assert torchrun.run_script(given, script, [], False) == 0
     assert len([*(tmp_path / "logs").rglob("stdout.log")]) == 2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -238,6 +239,9 @@ def test_compiled_code_that_raises_what_its_operators_do_not_is_run_once(
 
 def _ready(program: Any) -> None:
     until(lambda: program.compiled != "compiling", 300)
+    if why := inductor._of_folders("C++ compile error"):
+        assert why in program.compiled
+        pytest.skip(f"torch cannot compile here{why}")
     assert program.compiled == "inductor"
 
 
@@ -264,6 +268,25 @@ def test_a_process_of_its_own_leaves_in_the_cache_what_the_worker_looks_for(
             program(x)
         until(lambda: program.compiled == "inductor", 300)
         assert dr.fetch(dr.remote(_looked_up, returns=object)()) == [2, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("paths", "said"),
+    [
+        (("/a b", "/c"), r"^ \(/a b has a blank, .*; TMPDIR names another\)$"),
+        (("/a", "/b c/d"), r"^ \(/b c/d has a blank, .*; TORCHINDUCTOR_CACHE_DIR names another\)$"),
+        (("/a", "/ü"), "^$"),
+    ],
+)
+def test_a_path_that_the_compiler_does_not_get_whole_is_named(
+    paths: tuple[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", paths[0])
+    # The path of torch may have one, too.
+    monkeypatch.setattr(torch, "__file__", "/torch/__init__.py")
+    monkeypatch.setattr("torch._inductor.runtime.cache_dir_utils.cache_dir", lambda: paths[1])
+    assert re.search(said, inductor._of_folders("CppCompileError: C++ compile error"))
+    assert inductor._of_folders("no such operator") == ""
 
 
 def test_a_process_that_nobody_wants_any_more_is_ended() -> None:

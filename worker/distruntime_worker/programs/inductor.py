@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import re
 import shutil
+import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -141,16 +143,28 @@ def _compile(inductor: weakref.ref[Inductor], source: Source, inputs: Inputs) ->
         one = inductor()
         if one is not None:
             text = str(error).strip().partition("\n")[0][:300]
-            one.give_up(f"{type(error).__name__}: {text}{_where_it_is_full(text)}")
+            one.give_up(f"{type(error).__name__}: {text}{_of_folders(text)}")
 
 
-def _where_it_is_full(text: str) -> str:
-    """Return what a full disk's error of Inductor's leaves out: the folder, and what is free there."""
-    if os.strerror(errno.ENOSPC) not in text:
-        return ""
+def _of_folders(text: str) -> str:
+    """Return what an error of Inductor's leaves out of the folders that it takes.
+
+    A disk may be full, and torch gives its compiler no path whole that has a blank.
+    """
     folder = importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
-    there = folder if os.path.isdir(folder) else os.path.dirname(folder)
-    return f" ({folder}, {shutil.disk_usage(there).free} bytes free; TORCHINDUCTOR_CACHE_DIR names another)"
+    if os.strerror(errno.ENOSPC) in text:
+        there = folder if os.path.isdir(folder) else os.path.dirname(folder)
+        free = shutil.disk_usage(there).free
+        return f" ({folder}, {free} bytes free; TORCHINDUCTOR_CACHE_DIR names another)"
+    named = {
+        tempfile.gettempdir(): "TMPDIR names another",
+        folder: "TORCHINDUCTOR_CACHE_DIR names another",
+        os.path.dirname(torch.__file__): "an environment elsewhere helps",
+    }
+    for path, remedy in named.items():
+        if "C++ compile error" in text and re.search(r"\s", path):
+            return f" ({path} has a blank, where torch's call of the compiler ends a path; {remedy})"
+    return ""
 
 
 def inductor_for(

@@ -24,7 +24,7 @@ from .session.tables import table_text
 from .timeline.top import COMPUTES, JOINS, MASTER, QUEUED, WAITS, Looks, strips
 from .wire.identity import user_name
 from .wire.messages import AskActivity, AskStacks, AskWorker, SessionRow, StopWorker, WorkerReport
-from .wire.units import printable, size_text, span
+from .wire.units import printable, size_text, span, writable
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ def status(options: argparse.Namespace) -> int:
     # Each gets one line: what its workers have not answered, and what drops its note.
     told = {worker for workers in dead.values() for worker in workers}
     if shown := report([answer for answer in answers if answer.address not in told]):
-        print(shown)
+        print(writable(shown, sys.stdout))
     for name in dead:
         print(f" {_silent(name)}")
     return 1 if silent else 0
@@ -77,7 +77,7 @@ def top(options: argparse.Namespace) -> int:
                 seen = activity.text(observer.ask(AskActivity, options.timeout), time.monotonic())
                 shown += f"\n\n{seen}" if seen else ""
                 if screen is None:
-                    print(shown, flush=True)
+                    print(writable(shown, sys.stdout), flush=True)
                 else:
                     whole = text(f"{shown}\n\n Ctrl-C ends this.", no_wrap=True)
                     for began, ended, letter in strips(shown):
@@ -130,7 +130,7 @@ def sessions(options: argparse.Namespace) -> int:
         rows.append(
             [entry.name, f"{span(max(0.0, now() - entry.began))} ago", *_state(entry, options.timeout)]
         )
-    print(table_text(rows))
+    print(writable(table_text(rows), sys.stdout))
     return 0
 
 

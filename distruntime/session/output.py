@@ -21,7 +21,7 @@ from ..errors import InternalError
 from ..log.line import Line, line_number
 from ..log.node import Node
 from ..wire.messages import Printed, Typed
-from ..wire.units import printable
+from ..wire.units import printable, writable
 
 log = logging.getLogger("distruntime")
 
@@ -172,7 +172,7 @@ class Output:
         if stream is None:
             return
         self._clear()
-        text = self._prefixed(noted)
+        text = writable(self._prefixed(noted), stream)
         cell = None if noted.line is None or noted.line[1] is None else noted.line[1].cell
         parent = getattr(stream, "_parent_header", None)
         try:

@@ -13,6 +13,8 @@ import uuid
 from collections.abc import Callable
 from typing import Protocol, final
 
+from ..wire.units import writable
+
 
 class Screen(Protocol):
     """Shows one text at a time. `first` is how long something lasts before it is shown."""
@@ -36,7 +38,7 @@ class Terminal:
     first = 0.5
 
     def show(self, text: str) -> None:
-        sys.stderr.write(f"\r{text}\x1b[K")
+        sys.stderr.write(writable(f"\r{text}\x1b[K", sys.stderr))
         sys.stderr.flush()
 
     def finish(self, text: str) -> None:
@@ -141,7 +143,7 @@ class _Begun:
         if text == "." and not self._dots:
             return
         if text != "\n" or self._begun:
-            print(text, end="", flush=True)
+            print(writable(text, sys.stdout), end="", flush=True)
             self._begun = not text.endswith("\n")
 
 

@@ -30,6 +30,17 @@ def printable(text: str) -> str:
     return "".join(c if c == "\n" or c.isprintable() else "?" for c in text)
 
 
+def writable(text: str, stream: object) -> str:
+    """Return a text that a stream takes, whatever its encoding is."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding, getattr(stream, "errors", None) or "strict")
+    except UnicodeEncodeError:
+        plain = text.replace("…", "...").replace("×", "x")
+        return plain.encode(encoding, "backslashreplace").decode(encoding)
+    return text
+
+
 def operator_text(name: str) -> str:
     """Return an operator's name as people say it: "aten.mm" for "aten::mm.default"."""
     return printable(name).removesuffix(".default").replace("::", ".")

@@ -18,6 +18,7 @@ import torch
 import distruntime as dr
 from agree import REMOTE
 from distruntime.session.output import Output
+from distruntime.session.screen import voice
 from distruntime.wire.messages import Printed
 from distruntime_worker.python.alarms import Alarms
 from distruntime_worker.python.running import Around
@@ -28,6 +29,16 @@ def says() -> None:
     print("one")
     print("two", "three", end="")
     sys.stderr.write("wrong\n")
+
+
+def test_letters_that_a_stream_does_not_take_are_written_as_numbers(
+    session: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", narrow)
+    dr.fetch(dr.remote(lambda: print("größe … \u4e2d"), returns=object)(node=1))
+    voice(False)("8 × a, …\n")
+    assert narrow.buffer.getvalue() == b"[node 1] gr\\xf6\\xdfe ... \\u4e2d\n8 x a, ...\n"  # type: ignore[attr-defined]
 
 
 def test_what_a_function_prints_is_there_when_its_result_is(

@@ -218,7 +218,19 @@ def _installed(file: str) -> bool:
 
 def place_of(line: Line) -> tuple[CodeType | None, int]:
     """Return what tells a line from others, whoever has called it."""
-    return (None if line[1] is None else line[1].code), line[2]
+    return (None if line[1] is None else as_key(line[1].code)), line[2]
+
+
+def as_key(code: CodeType) -> CodeType:
+    """Return code that says the same lines and that a dict takes as a key.
+
+    Dynamo writes constants into code that Python does not hash, such as a dict. A hash takes 0.8 us.
+    """
+    try:
+        hash(code)
+    except TypeError:
+        return code.replace(co_consts=())
+    return code
 
 
 def line_text(line: Line | None) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import CodeType
 from typing import NamedTuple
 
-from ..log.line import Call, Line, Replayed, code_text, line_number, of_a_library
+from ..log.line import Call, Line, Replayed, as_key, code_text, line_number, of_a_library
 
 # A slice shows so many of the library's functions that it is in: the innermost ones.
 _INNERMOST = 5
@@ -78,7 +78,7 @@ class Texts:
         return found
 
     def _text(self, code: CodeType, offset: int) -> tuple[str, str]:
-        key = code.co_filename, code, offset
+        key = code.co_filename, as_key(code), offset
         found = self._texts.get(key)
         if found is None:
             text, _, source = code_text(code, offset).partition("   ")

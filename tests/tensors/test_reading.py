@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -658,6 +659,27 @@ def test_equal_lines_and_reasons_are_one_stall(session: object) -> None:
     for _ in range(3):  # as at a prompt, where every line is compiled anew
         exec("(x + 1).sum().item(), (x + 2).sum().item()", {"x": x})
     assert [(row.line, row.why, row.count) for row in dr.profiler.stalls()] == [("<string>:1", "item", 6)]
+
+
+def test_code_that_python_does_not_hash_has_lines(session: object, tmp_path: Path) -> None:
+    def made(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        y.sum().item()
+        return y
+
+    code = made.__code__
+    # Dynamo writes such constants into the code that it makes, and runs it for the user's.
+    compiled = types.FunctionType(code.replace(co_consts=(*code.co_consts, {})), globals())
+    x = torch.ones(300, device=REMOTE)
+    dr.profiler.stalls(reset=True)
+    with dr.trace(tmp_path / "trace.json", quiet=True):
+        y = compiled(x)
+    number = code.co_firstlineno
+    where = os.path.basename(__file__)
+    assert f"{where}:{number + 2} " in dr.profiler.stalls()[0].line
+    assert any(f"{where}:{number + 1} " in one.line for one in dr.memory(top=100).lines)
+    assert f"{where}:{number + 1}" in (tmp_path / "trace.json").read_text(encoding="utf-8")
+    assert y.shape == (300,)
 
 
 def test_a_wait_that_is_given_up_is_a_stall(session: object) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dis
-import functools
 import sys
 from collections.abc import Mapping
 from types import CodeType
 from typing import NamedTuple
 
+from .codes import once
 from .operands import depths
 
 
@@ -64,7 +64,7 @@ _BINARY_OF_3_10 = {
 _WITH_RESULT = ("call", "both", "negative")
 
 
-@functools.lru_cache(maxsize=16384)
+@once
 def readings(code: CodeType) -> Mapping[int, Reading]:
     """Return what each instruction of code reads, by its offset.
 

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Mapping
 from types import CellType, CodeType, FrameType
 
+from .codes import once
+
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 # From Python 3.11, a frame object points to the interpreter's own frame. In that one the variables begin at
 # this word, and the stack follows them. In Python 3.10 the frame object has both itself.
@@ -38,7 +40,7 @@ def known() -> bool:
     return sys.implementation.name == "cpython" and _VERSION in _VARIABLES
 
 
-@functools.lru_cache(maxsize=16384)
+@once
 def depths(code: CodeType) -> Mapping[int, int]:
     """Return how many values are on the stack before each instruction, by its offset."""
     instructions = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
@@ -66,7 +68,7 @@ def depths(code: CodeType) -> Mapping[int, int]:
     return found
 
 
-@functools.lru_cache(maxsize=16384)
+@once
 def _slots(code: CodeType) -> int:
     """Return how many variables stand before the stack."""
     cells = (

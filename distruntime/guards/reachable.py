@@ -22,6 +22,7 @@ from ..log.line import of_a_library
 from ..tensors.tensor import DistributedTensor
 from ..tensors.uneven import UnevenTensor
 from .anchors import anchored
+from .codes import once
 from .seen import PLAIN, Seen
 
 # So many things are looked at. A list with more plain values than the second counts by its length.
@@ -280,7 +281,7 @@ class Reachable:
 _OWN = f"{__name__.partition('.')[0]}.programs.program"
 
 
-@functools.lru_cache(maxsize=4096)
+@once
 def globals_read(code: types.CodeType) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return the global names that a function and those inside it read, with the attributes they may read."""
     codes = [*_codes(code)]
@@ -294,7 +295,7 @@ def globals_read(code: types.CodeType) -> tuple[tuple[str, tuple[str, ...]], ...
     return tuple((name, attributes) for name in names)
 
 
-@functools.lru_cache(maxsize=4096)
+@once
 def chains_read(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
     """Return the global names that a function and those inside it read, each with the attributes that are
     read of it at once: `("module", "table")` for `module.table`, and `("module",)` for `use(module)`.

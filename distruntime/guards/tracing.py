@@ -7,7 +7,6 @@ function is called for each instruction of a frame. A debugger's own function st
 from __future__ import annotations
 
 import dis
-import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import ParamSpec, TypeVar
 
 from ..log.line import of_a_library
 from ..wire.shield import RLock
+from .codes import once
 from .functions import is_traced
 from .instructions import readings
 from .operands import known
@@ -80,7 +80,8 @@ class _Tracer:
 
     def __init__(self, reads: Reads) -> None:
         self._reads = reads
-        self._locals: dict[CodeType, Local] = {}
+        # By id, with the code: Python does not hash all that Dynamo makes.
+        self._locals: dict[int, tuple[CodeType, Local]] = {}
 
     def enter(self, frame: FrameType, event: str, argument: object) -> Local | None:
         """Say what is to be called for each instruction of a frame."""
@@ -89,10 +90,10 @@ class _Tracer:
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         self._reads.enter(frame, frame.f_lasti not in _starts(frame.f_code))
         code = frame.f_code
-        found = self._locals.get(code)
+        found = self._locals.get(id(code))
         if found is None:
-            found = self._locals[code] = self._local(code)
-        return found
+            found = self._locals[id(code)] = code, self._local(code)
+        return found[1]
 
     def _local(self, code: CodeType) -> Local:
         table, step = readings(code), self._reads.step
@@ -110,7 +111,7 @@ class _Tracer:
         return local
 
 
-@functools.lru_cache(maxsize=16384)
+@once
 def _starts(code: CodeType) -> frozenset[int]:
     """Return where a frame stands when it begins, and not when a generator goes on or is thrown into."""
     steps = dis.get_instructions(code)

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -696,3 +696,18 @@ def test_transformers_are_told_that_nobody_may_read(x: torch.Tensor) -> None:
     before = torch.cuda.is_current_stream_capturing
     program(x)
     assert seen == [True] and torch.cuda.is_current_stream_capturing is before
+
+
+def test_code_that_python_does_not_hash_is_recorded(session: Any) -> None:
+    x = torch.ones(3, device=REMOTE)
+
+    def made(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 + 1
+
+    # Dynamo writes the globals of a function that it has inlined into the code that it makes. What shows them
+    # reads what is remote among them.
+    code = made.__code__
+    compiled = FunctionType(code.replace(co_consts=(*code.co_consts, {"x": x})), globals())
+    program = dr.program(lambda x: compiled(x).sum())
+    assert [program(x).item() for _ in range(4)] == [9.0] * 4
+    assert program.replays and not program.why

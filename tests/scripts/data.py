@@ -223,6 +223,18 @@ def unet(folder: Path) -> None:
     model.save_config(folder)
 
 
+@maker
+def elevators(folder: Path) -> None:
+    """Write a table of 18 columns and what depends on them, as the notebooks of gpytorch load it."""
+    from scipy.io import savemat
+
+    draw = np.random.default_rng(0)
+    columns = draw.random((300, 18))
+    value = np.sin(3 * columns[:, 0]) + columns[:, 1] * columns[:, 2] + 0.05 * draw.standard_normal(300)
+    folder.mkdir(parents=True, exist_ok=True)
+    savemat(folder / "elevators.mat", {"data": np.column_stack([columns, value])})
+
+
 # -- pictures ---------------------------------------------------------------------------------------------
 
 

@@ -4,19 +4,24 @@
 operator that draws, by its number. For a GPU's generator is not the CPU's, and a worker's is not this
 process's. So a script that draws on its device, for dropout say, draws alike wherever its tensors live.
 "sums" lets torchvision read files of a data set that were made here, whose sums are not the published ones.
+"cuda" is for a script that knows no other word: without a GPU, and without take-over, it then means the CPU.
+
+A notebook (.ipynb) runs cell after cell in IPython, as a user would run it.
 """
 
 from __future__ import annotations
 
+import importlib
 import random
 import runpy
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import torch
+from cuda_word import CudaIsTheCpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _seed = torch.manual_seed
@@ -45,6 +50,16 @@ class Draws(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+def run_script(path: str) -> None:
+    if not path.endswith(".ipynb"):
+        runpy.run_path(path, run_name="__main__")
+        return
+    # Only a notebook needs IPython, which takes a second to import.
+    terminal = importlib.import_module("IPython.terminal.interactiveshell")
+    shell = terminal.TerminalInteractiveShell.instance()
+    shell.safe_execfile_ipy(path, raise_exceptions=True)
+
+
 def accept_sums() -> None:
     from torchvision.datasets import utils
 
@@ -57,10 +72,15 @@ def main(kinds: str, script: str, *arguments: str) -> None:
     torch.manual_seed(0)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
-    if "sums" in kinds.split("+"):
+    wanted = kinds.split("+")
+    if "sums" in wanted:
         accept_sums()
-    with Draws() if "draws" in kinds.split("+") else nullcontext():
-        runpy.run_path(script, run_name="__main__")
+    with ExitStack() as stack:
+        if "draws" in wanted:
+            stack.enter_context(Draws())
+        if "cuda" in wanted and not torch.cuda.is_available():
+            stack.enter_context(CudaIsTheCpu())
+        run_script(script)
 
 
 if __name__ == "__main__":

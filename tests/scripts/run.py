@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -44,6 +44,14 @@ KEPT = ROOT / "build" / "scripts.json"
 MARK = "table of scripts of others"
 # Seconds of one run.
 PATIENCE = 240.0
+SETTINGS = {
+    "HF_DATASETS_OFFLINE": "1",
+    "PYTHONHASHSEED": "0",
+    "PYTHONUNBUFFERED": "1",
+    "MPLBACKEND": "agg",
+    # Processes of Inductor's would hold the output open behind a script that was interrupted.
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
 Numbers = dict[str, list[float | str]]
 # What depends on the clock is no result.
 CLOCK = re.compile(r"time|sec|fps|sps|speed|throughput", re.IGNORECASE)
@@ -188,8 +196,7 @@ def environment(script: Script, copy: Path) -> dict[str, str]:
     # The line at the end of a run says how much was remote.
     ours = {name: value for name, value in compare.ENVIRONMENT.items() if name != "DISTRUNTIME_QUIET"}
     others = {name: value for name, value in os.environ.items() if name != "DISTRUNTIME_QUIET"}
-    extra = {"HF_DATASETS_OFFLINE": "1", "PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", "MPLBACKEND": "agg"}
-    return {**others, **ours, **extra, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    return {**others, **ours, **SETTINGS, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 def output(process: subprocess.Popen[str], until: str) -> Iterator[str]:
@@ -221,13 +228,15 @@ def make(script: Script, made: Path) -> str:
 
 def run(script: Script, mode: str, commit: str, clones: Path, made: Path) -> Run:
     """Run a script in a fresh copy, with data that were made, as its user would."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+    with ExitStack() as away, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         copy = Path(temporary) / "copy"
         copy.mkdir()
         unpack(script, commit, clones, copy)
         folder = copy / script.folder
         for name, where in script.data.items():
             shutil.copytree(made / name, folder / where, dirs_exist_ok=True)
+            if Path(where).is_absolute():
+                away.callback(shutil.rmtree, where)
         began = time.monotonic()
         process = subprocess.Popen(
             command(script, mode),
@@ -393,6 +402,10 @@ def tried(script: Script, commit: str, clones: Path, only: bool) -> Row:
     """Run a script in each way."""
     if reason := clone(script.repository, commit, clones):
         return Row(script.repository, script.name, compare.NOT_RUN, reason)
+    # A script that names a folder outside its own gets data there if nobody has it. They go again.
+    for where in script.data.values():
+        if Path(where).is_absolute() and Path(where).exists():
+            return Row(script.repository, script.name, compare.NOT_RUN, f"{where} is there already")
     with tempfile.TemporaryDirectory() as temporary:
         made, copy = Path(temporary) / "made", Path(temporary) / "copy"
         made.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def test_every_entry_of_the_list_names_what_is_there(lane: Any) -> None:
     for script in scripts:
         for pattern in (script.result, script.until, script.fails):
             re.compile(pattern)
-        assert set(script.preamble.split("+")) <= {"", "seed", "draws", "sums"}
+        assert set(script.preamble.split("+")) <= {"", "seed", "draws", "sums", "cuda"}
         assert (script.close > 1e-4) == bool(script.why_close), f"{script.key} says no reason for `close`"
 
 
@@ -138,3 +139,46 @@ def test_draws_are_the_same_on_every_device_with_the_preamble(tmp_path: Path) ->
         for ours in ((), ("-m", "distruntime", "run", "--as-cuda"))
     ]
     assert outputs[0] == outputs[1] and len(outputs[0].splitlines()) == 2
+
+
+def test_data_outside_of_the_copy_are_nobodys_and_go(lane: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    made, there = tmp_path / "made", tmp_path / "there"
+    (made / "text").mkdir(parents=True)
+    (made / "text" / "input.txt").write_text("loss 2.5", encoding="utf-8")
+    tried = script(lane, data={"text": str(there)})
+
+    def unpack(script: Any, commit: str, clones: Path, folder: Path) -> None:
+        (folder / "train.py").write_text(f"print(open('{there}/input.txt').read())", encoding="utf-8")
+
+    monkeypatch.setattr(lane, "unpack", unpack)
+    monkeypatch.setattr(lane, "clone", lambda repository, commit, clones: "")
+    found = lane.run(tried, "here", "c0ffee", tmp_path, made)
+    assert (found.numbers, found.error, there.exists()) == ({"0": [2.5]}, "", False)
+    there.mkdir()
+    row = lane.tried(tried, "c0ffee", tmp_path, True)
+    assert (row.result, row.why, there.exists()) == ("not run", f"{there} is there already", True)
+
+
+def test_a_notebook_that_says_cuda_runs_on_the_cpu_with_the_preamble(tmp_path: Path) -> None:
+    pytest.importorskip("IPython", reason="IPython runs notebooks")
+    pytest.importorskip("nbformat", reason="IPython reads notebooks by it")
+    cells = [
+        "%time 1 + 1\nimport torch",
+        "x = torch.ones(3, device='cuda').cuda() + torch.ones(3).to('cuda:0')\n",
+        "net = torch.nn.Linear(3, 1, bias=False).cuda().to(torch.device('cuda'))\nnet.weight.data.fill_(2)",
+        "print('sum', torch.compile(net, backend='eager')(x).item(), x.device)",
+    ]
+    book = {
+        "cells": [
+            {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None, "source": cell}
+            for cell in cells
+        ],
+        "metadata": {},
+        "nbformat": 4,
+        "nbformat_minor": 4,
+    }
+    file = tmp_path / "book.ipynb"
+    file.write_text(json.dumps(book), encoding="utf-8")
+    command = [sys.executable, str(HERE / "preamble.py"), "seed+cuda", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    assert "sum 12.0 cpu" in done.stdout

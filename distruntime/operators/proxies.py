@@ -113,7 +113,8 @@ def wrap_within(cls: type, handle: Handle, base: Any, view: Any = None) -> Any:
             return wrap(cls, handle)
     with torch.inference_mode(False), torch.no_grad():
         proxy, func = wrap(cls, handle), DETACH if view is None else _AS_STRIDED
-        with Answering(func, base, lambda: proxy):
+        # A user's class of tensors makes results of its own.
+        with torch._C.DisableTorchFunctionSubclass(), Answering(func, base, lambda: proxy):
             if view is None:
                 return func(base)
             spec = handle.spec

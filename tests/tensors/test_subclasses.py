@@ -364,3 +364,19 @@ def copies(device: str) -> list[object]:
 
 def test_deep_copies_share_memory_as_the_tensors_do(session: object) -> None:
     assert copies(REMOTE) == copies("cpu")
+
+
+@dr.remote
+def _tail(x: torch.Tensor) -> torch.Tensor:
+    return x[1:]
+
+
+def test_what_a_function_returns_of_a_class_is_plain_and_in_its_memory(session: object) -> None:
+    x = image()
+    for _ in range(3):
+        found = _tail(x)
+        assert not isinstance(found, Image) and found.shape == (1, 3)
+        version = found._version
+        x.add_(1)
+        assert torch.equal(found.cpu(), x.as_subclass(torch.Tensor)[1:].cpu())
+        assert found._version == version + 1

@@ -488,7 +488,8 @@ def main() -> int:
     parser.add_argument("--kept", action="store_true", help="run only what has no row yet")
     options = parser.parse_intermixed_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    # A shell that starts the lane in the background has it ignore what interrupts a script, and the script, too.
+    # A shell that starts the lane in the background has it ignore what interrupts a script. So would the
+    # script.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     scripts, commits = read(options.list)
     old, new = kept(), {}

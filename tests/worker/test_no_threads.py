@@ -58,6 +58,33 @@ def test_a_stream_without_a_thread_fails_alone(without_threads: None) -> None:
     assert works() and kept.sum().item() == 3.0
 
 
+def _late() -> None:
+    """Let each stream get to where a fetch waits for it right behind the reader's first look."""
+    import importlib
+    import threading as there
+
+    answers = importlib.import_module("distruntime_worker.log.answers").Answers
+    reached, looked = answers._reached, [0]
+
+    def look(self: Any, stream: object, position: int) -> bool:
+        if there.get_ident() == self._state.reader:
+            looked[0] += 1
+            if looked[0] % 2:
+                return False
+        return bool(reached(self, stream, position))
+
+    answers._reached = look
+
+
+def test_a_small_read_needs_no_thread(without_threads: None) -> None:
+    with dr.on(0):
+        dr.remote(_late)()
+    kept = torch.ones(3, device=dr.place(0, "cpu")) + 1
+    for _ in range(5):
+        dr.synchronize()
+        assert kept.tolist() == [2.0] * 3
+
+
 def test_a_group_is_not_joined_and_can_be_when_there_is_room(without_threads: None) -> None:
     with pytest.raises(dr.errors.ConfigurationError, match=WORDS.format("join")):
         dr.distributed.new_group([0, 1])

@@ -117,10 +117,20 @@ class Answers:
                 stream.waiting.append(entry)
             if not self._reached(stream, position):
                 return
-            # It got there meanwhile, which is rare. The reader does not wait for its thread: that may be
-            # sending a large value, and only the reader hears that one has arrived.
+            # It got there meanwhile, which is rare.
             take_back = partial(self._take_back, stream, entry)
-            self._state.apart(take_back) if threading.get_ident() == self._state.reader else take_back()
+            if threading.get_ident() != self._state.reader:
+                take_back()
+            elif stream.serving.acquire(blocking=False):
+                # Its thread answers nobody. A new thread may find no room, and a small read needs none.
+                try:
+                    take_back()
+                finally:
+                    stream.serving.release()
+            else:
+                # The reader does not wait for the stream's thread. That may be sending a large value, and the
+                # reader alone hears that it has arrived.
+                self._state.apart(take_back)
             return
         self._answer(fetch)
 

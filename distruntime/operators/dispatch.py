@@ -179,9 +179,14 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
         HUGE,
     )
     out._handle = handle
-    frame = _getframe(1)
-    call = frame.f_trace
-    line = (0, call, frame.f_lasti) if type(call) is Call else line_from(frame)
+    try:
+        frame = _getframe(1)
+    except ValueError:
+        # A thread of torch's C++ has called this: no Python stands around it.
+        line = line_from(None)
+    else:
+        call = frame.f_trace
+        line = (0, call, frame.f_lasti) if type(call) is Call else line_from(frame)
     node = place.node
     with node.lock:
         freed = node.freed

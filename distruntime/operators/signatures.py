@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,10 @@ from ..session.session import active_session
 from ..wire.codec import KIN, OPERAND, pack_constant
 from .propagate import New, Outcome, Result, Same, tensors_of
 from .proxies import reshape_wrapper, wrap, wrap_view
+
+_inference = torch.is_inference_mode_enabled
+# Below this key nothing is a view to autograd. torch excludes it in what Python dispatch runs.
+_VIEWS: Any = torch._C.DispatchKey.ADInplaceOrView
 
 # This is what is remembered of a call: the number of its template, the spec of its one new result (if that is
 # all there is to it), the position of the argument that shares its storage with the result (or None), the
@@ -143,8 +148,12 @@ def emit(
 
     Return what the operator returns.
     """
-    number, _, _, outcome, _ = entry
+    number, _, _, outcome, func = entry
     operands: list[Any] = tensors_of(args, kwargs or {})
+    if _inference() and _views_by_others(func) and not operands[0].is_inference():
+        # torch hands it over whole here, and the views that it is made of are what autograd is to know.
+        with torch._C._SetExcludeDispatchKeyGuard(_VIEWS, False):
+            return func.decompose(*args, **(kwargs or {}))
     words[0] = number
     fresh: list[Handle] = []
     own: list[Handle] = []
@@ -180,6 +189,15 @@ def emit(
     if outcome.single:
         return built[0]
     return tuple(built) if built else None
+
+
+@functools.cache
+def _views_by_others(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator that may return views is made of others: `reshape`, `flatten`, `view_as`."""
+    aliased = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+    made_of_others = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    # torch makes views of what `narrow` and `chunk` return, by kernels of their own.
+    return aliased and made_of_others and not func.has_kernel_for_dispatch_key(_VIEWS)
 
 
 def count_unreturned(

@@ -593,3 +593,28 @@ def test_a_gradient_that_a_result_keeps_stays_as_it_was(device: str) -> Any:
         assert w.grad is not None and y.grad is not None
         w.grad.mul_(5)
     return given, y.grad, w.grad
+
+
+class Nested(torch.autograd.Function):
+    """Begins a backward pass within a backward pass, as many as its number says."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_() - 1
+        return ctx.x.detach()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if ctx.x > 0:
+            with torch.enable_grad():
+                Nested.apply(ctx.x).sum().backward()
+        return grad
+
+
+@agrees
+def test_a_backward_pass_in_a_thread_of_torch(device: str) -> Any:
+    """From the 60th one within another on, C++ threads run them, with no Python around."""
+    x = torch.tensor(150.0).to(device).requires_grad_()
+    Nested.apply(x).sum().backward()
+    return x.grad

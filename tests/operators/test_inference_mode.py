@@ -144,3 +144,37 @@ def test_a_module_moves_and_computes() -> None:
         moved = local.to("remote")
         torch.testing.assert_close(moved(x.to("remote")).cpu(), wanted)
         torch.testing.assert_close(moved.to("cpu")(x), wanted)
+
+
+# torch hands these over whole in this mode, but for the last three.
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "view_as": lambda a: a.view_as(a),
+    "reshape": lambda a: a.reshape(6),
+    "flatten": lambda a: a.flatten(),
+    "ravel": lambda a: a.ravel(),
+    "movedim": lambda a: a.movedim(0, 1),
+    "mT": lambda a: a.mT,
+    "unflatten": lambda a: a.unflatten(2, (3, 1)),
+    "tensor_split": lambda a: a.tensor_split(2, 1)[0],
+    "narrow": lambda a: a.narrow(2, 0, 2),
+    "chunk": lambda a: a.chunk(2, 1)[0],
+    "view": lambda a: a.view(6),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "remote"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_of_normal_tensors_are_views_to_autograd(name: str, device: str) -> None:
+    """A write through one is counted, in this mode and behind it. It was not, and gradients were wrong."""
+    for _ in range(2):
+        a = torch.ones(1, 2, 3, device=device, requires_grad=True).clone()
+        with torch.inference_mode():
+            view = VIEWS[name](a)
+        assert not view.is_inference() and view._is_view() and view._base is a
+        with pytest.raises(RuntimeError, match="A view was created in inference mode and is being modified"):
+            view.add_(1)
+        square = (a * a).sum()
+        with torch.inference_mode():
+            VIEWS[name](a).add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            square.backward()  # type: ignore[no-untyped-call]

@@ -31,7 +31,8 @@ _Proxy: TypeAlias = DistributedTensor
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _graphs: Callable[[], bool] = torch._C.is_grad_enabled
 
-# The worker has the kernels: see its `values/products.py`. Only what they return is known here.
+# The worker has the kernels: see its `values/products.py`. The functions below, on `meta` tensors, say what
+# they return. They also compute gradients that want gradients themselves.
 _library = torch.library.Library("distruntime", "FRAGMENT")
 _library.define(
     "linear_backward(Tensor grad, Tensor? input, Tensor? weight, bool bias) -> (Tensor, Tensor, Tensor)"
@@ -152,24 +153,22 @@ class Linear(_SingleLevelFunction):
             args = grad, x, weight, of_bias
             found: tuple[_Optional, ...] = dispatch(DistributedTensor, _LINEAR_BACKWARD, (), args)
             return found[2], found[0], found[1]
-        rows = grad.reshape(-1, grad.shape[-1])
-        return (
-            rows.sum(0) if of_bias else None,
-            None if weight is None else rows.mm(weight).view(*grad.shape[:-1], weight.shape[1]),
-            None if x is None else rows.t().mm(x.reshape(-1, x.shape[-1])),
-        )
+        first, second, third = _linear_gradients(grad, x, weight, of_bias)
+        return third, first, second
 
 
-def _linear_results(grad: torch.Tensor, x: _Optional, weight: _Optional, bias: bool) -> tuple[_Optional, ...]:
-    size = grad.shape
+def _linear_gradients(
+    grad: torch.Tensor, x: _Optional, weight: _Optional, bias: bool
+) -> tuple[_Optional, _Optional, _Optional]:
+    rows = grad.reshape(-1, grad.shape[-1])
     return (
-        None if weight is None else grad.new_empty(*size[:-1], weight.shape[1]),
-        None if x is None else grad.new_empty(size[-1], x.shape[-1]),
-        grad.new_empty(size[-1]) if bias else None,
+        None if weight is None else rows.mm(weight).view(*grad.shape[:-1], weight.shape[1]),
+        None if x is None else rows.t().mm(x.reshape(-1, x.shape[-1])),
+        rows.sum(0) if bias else None,
     )
 
 
-_library.impl("linear_backward", _linear_results, "Meta")
+_library.impl("linear_backward", _linear_gradients, "Meta")
 _LINEAR_BACKWARD = torch.ops.distruntime.linear_backward.default
 
 # -- products of more than two dimensions --------------------------------------------------------------------
@@ -224,43 +223,42 @@ class Matmul(_SingleLevelFunction):
         a, b = ctx.saved_tensors
         if grad is None:
             return None, None, None
-        if _quick(grad):
-            args = grad, a, b, ctx.folds, ctx.columns, False
-            first, second, _ = dispatch(DistributedTensor, _MATMUL_BACKWARD, (), args)
-            return second, first, None
-        if ctx.folds:
-            rows = grad.reshape(-1, grad.shape[-1])
-            return (
-                None if a is None else a.reshape(-1, a.shape[-1]).t().mm(rows),
-                None if b is None else rows.mm(b.t()).view(*grad.shape[:-1], b.shape[0]),
-                None,
-            )
+        first, second, _ = _backward_of_product(grad, a, b, ctx.folds, ctx.columns, False)
+        return second, first, None
+
+
+def _backward_of_product(
+    grad: torch.Tensor, a: _Optional, b: _Optional, folds: bool, columns: bool, bias: bool
+) -> tuple[_Optional, _Optional, _Optional]:
+    args = grad, a, b, folds, columns, bias
+    if _quick(grad):
+        found: tuple[_Optional, _Optional, _Optional] = dispatch(
+            DistributedTensor, _MATMUL_BACKWARD, (), args
+        )
+        return found
+    return _product_gradients(*args)
+
+
+def _product_gradients(
+    grad: torch.Tensor, a: _Optional, b: _Optional, folds: bool, columns: bool, bias: bool
+) -> tuple[_Optional, _Optional, _Optional]:
+    first = second = None
+    if not folds:
         return (
-            None if a is None else a.transpose(-1, -2).matmul(grad),
             None if b is None else grad.matmul(b.transpose(-1, -2)),
+            None if a is None else a.transpose(-1, -2).matmul(grad),
             None,
         )
-
-
-def _matmul_results(
-    grad: torch.Tensor, a: _Optional, b: _Optional, folds: bool, columns: bool, bias: bool
-) -> tuple[_Optional, ...]:
-    size = grad.shape
-    second = None
+    rows = grad.reshape(-1, grad.shape[-1])
+    if b is not None:
+        first = rows.mm(b.t()).view(*grad.shape[:-1], b.shape[0])
     if a is not None:
-        inner = a.shape[-1]
-        if columns:
-            second = grad.new_empty(size[-1], inner).t()
-        else:
-            second = grad.new_empty(*(() if folds else size[:-2]), inner, size[-1])
-    return (
-        None if b is None else grad.new_empty(*size[:-1], b.shape[-2]),
-        second,
-        grad.new_empty(size[-1]) if bias else None,
-    )
+        factor = a.reshape(-1, a.shape[-1])
+        second = rows.t().mm(factor).t() if columns else factor.t().mm(rows)
+    return first, second, rows.sum(0) if bias else None
 
 
-_library.impl("matmul_backward", _matmul_results, "Meta")
+_library.impl("matmul_backward", _product_gradients, "Meta")
 _MATMUL_BACKWARD = torch.ops.distruntime.matmul_backward.default
 
 # -- a product and a sum -------------------------------------------------------------------------------------
@@ -311,13 +309,5 @@ class Addmm(_SingleLevelFunction):
         a, b = ctx.saved_tensors
         if grad is None:
             return None, None, None
-        of_bias = ctx.needs_input_grad[0]
-        if _quick(grad):
-            args = grad, a, b, True, False, of_bias
-            first, second, third = dispatch(DistributedTensor, _MATMUL_BACKWARD, (), args)
-            return third, first, second
-        return (
-            grad.sum(0) if of_bias else None,
-            None if b is None else grad.mm(b.t()),
-            None if a is None else a.t().mm(grad),
-        )
+        first, second, third = _backward_of_product(grad, a, b, True, False, ctx.needs_input_grad[0])
+        return third, first, second

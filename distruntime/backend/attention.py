@@ -6,18 +6,20 @@ import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
-from typing import Protocol
+from typing import Protocol, TypeAlias, TypedDict, cast
 
 import torch
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..errors import drop_frames
 from ..log.handle import Residence
 from ..log.mesh_log import workers_of
 from ..log.spec import Spec, spec
 from ..operators.common_place import common_place
 from ..session.session import active_session
+from ..tensors.subclasses import plain_operands
 from ..tensors.tensor import DistributedTensor
 from .on_import import when_imported
 from .whole import ATTENTION, FLASH, whole
@@ -62,67 +64,88 @@ def attention(
 
     That is by its fused kernel where torch would choose it there, and by the formula elsewhere.
     """
-    op = ATTENTION
-    given = [t for t in (query, key, value, attn_mask) if t is not None]
-    proxies = [t for t in given if type(t) is DistributedTensor]
-    if len(proxies) != len(given):
-        for compute in of_dtensors:
-            found = compute(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-            if found is not NotImplemented:
-                return found
-        traced = [t for t in given if isinstance(t, (FakeTensor, FunctionalTensor))]
-        if len(traced) != len(given):
-            return op.decompose(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        # A tracer has no handles. It is to choose as the calls that it traces would.
-        place = active_session().places.meant(query.device)
-        specs = tuple(map(_hinted, traced))
-    else:
-        place = proxies[0]._handle.place
-        if any(t._handle.place is not place for t in proxies):
-            place = common_place(DistributedTensor, op, (query, key, value), {})
-        specs = tuple(t._handle.spec for t in proxies)
+    given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    args = query, key, value, attn_mask, dropout_p, is_causal
+    options: _Options = {"scale": scale, "enable_gqa": enable_gqa}
+    grad = torch.is_grad_enabled()
+    specs: list[Spec] = []
+    flags: list[bool] = []
+    place: Residence | None = None
+    try:
+        for tensor in given:
+            if type(tensor) is not DistributedTensor:
+                return _of_others(given, args, options)
+            handle = tensor._handle
+            specs.append(handle.spec)
+            flags.append(grad and tensor.requires_grad)
+            if place is None:
+                place = handle.place
+            elif handle.place is not place:
+                place = common_place(DistributedTensor, ATTENTION, (query, key, value), {})
+        assert place is not None
+        if place.has_cpu_kernels:
+            return _on_a_cpu(specs, flags, args, options)
+        return whole(ATTENTION, args, {**options}, place)
+    except BaseException as error:
+        drop_frames(error)
+        raise
+
+
+class _Options(TypedDict):
+    scale: float | None
+    enable_gqa: bool
+
+
+_Args: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", float, bool]
+
+
+def _of_others(given: Sequence[torch.Tensor], args: _Args, options: _Options) -> object:
+    """Compute attention of tensors that are not all plain proxies: a user's class, DTensors, a tracer's."""
+    plain = plain_operands(args)
+    if plain is not args:
+        return attention(*cast(_Args, plain), **options)
+    for compute in of_dtensors:
+        found = compute(*args, **options)
+        if found is not NotImplemented:
+            return found
+    query, key, value, attn_mask, dropout_p, is_causal = args
+    traced = [t for t in given if isinstance(t, (FakeTensor, FunctionalTensor))]
+    if len(traced) != len(given):
+        return ATTENTION.decompose(*args, **options)
+    # A tracer has no handles. It is to choose as the calls that it traces would.
+    place = active_session().places.meant(query.device)
+    specs = [_hinted(t) for t in traced]
+    wants = [torch.is_grad_enabled() and t.requires_grad for t in traced]
     if place.has_cpu_kernels:
-        grad = torch.is_grad_enabled()
-        flags = tuple(grad and t.requires_grad for t in given)
-        enabled = torch._C._get_flash_sdp_enabled(), torch._C._get_math_sdp_enabled()
-        if (
-            _choice(specs, flags, attn_mask is not None, dropout_p, is_causal, scale, enable_gqa, enabled)
-            == FLASH
-        ):
-            if attn_mask is not None and attn_mask.dtype == torch.bool:
-                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
-                    attn_mask.logical_not(), float("-inf")
-                )
-            # From torch 2.15 on there may be no batch. The kernel takes it as a batch of one.
-            single = query.dim() == 3
-            if single:
-                query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
-                while attn_mask is not None and attn_mask.dim() < 4:
-                    attn_mask = attn_mask.unsqueeze(0)
-            result = _aten._scaled_dot_product_flash_attention_for_cpu.default(
-                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-            )[0]
-            return result.squeeze(0) if single else result
-    elif not proxies and _fits_efficient(place, specs, attn_mask is not None, enable_gqa):
-        wants = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-        found = _aten._scaled_dot_product_efficient_attention.default(
-            query, key, value, None, wants, dropout_p, is_causal, scale=scale
+        return _on_a_cpu(specs, wants, args, options)
+    if _fits_efficient(place, specs, attn_mask is not None, options["enable_gqa"]):
+        results = _aten._scaled_dot_product_efficient_attention.default(
+            query, key, value, None, any(wants), dropout_p, is_causal, scale=options["scale"]
         )
-        return found[0]
-    if place.has_cpu_kernels or not proxies:
-        return op.decompose(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    return whole(
-        op,
-        (query, key, value, attn_mask, dropout_p, is_causal),
-        {"scale": scale, "enable_gqa": enable_gqa},
-        place,
-    )
+        return results[0]
+    return ATTENTION.decompose(*args, **options)
+
+
+def _on_a_cpu(specs: Sequence[Spec], grads: Sequence[bool], args: _Args, options: _Options) -> object:
+    """Call the kernel that torch chooses on a CPU, or the formula."""
+    query, key, value, mask, dropout_p, is_causal = args
+    enabled = torch._C._get_flash_sdp_enabled(), torch._C._get_math_sdp_enabled()
+    scale, enable_gqa = options["scale"], options["enable_gqa"]
+    rest = dropout_p, is_causal, scale, enable_gqa
+    if _choice(tuple(specs), tuple(grads), mask is not None, *rest, enabled) != FLASH:
+        return ATTENTION.decompose(*args, **options)
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    # From torch 2.15 on there may be no batch. The kernel takes it as a batch of one.
+    single = len(specs[0].size) == 3
+    if single:
+        query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+        while mask is not None and mask.dim() < 4:
+            mask = mask.unsqueeze(0)
+    result = _aten._scaled_dot_product_flash_attention_for_cpu.default(
+        query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
+    )[0]
+    return result.squeeze(0) if single else result
 
 
 def _hinted(tensor: torch.Tensor) -> Spec:

@@ -14,7 +14,7 @@ from ..operators.special import ctc_loss
 from ..tensors.tensor import DistributedTensor
 from .attention import attention
 from .products import ADDMM, EINSUM, LINEAR, MATMUL, addmm, einsum, linear, matmul
-from .whole import Kernel, on_accelerators, recurrent, to_its_place
+from .whole import ATTENTION, Kernel, on_accelerators, recurrent, to_its_place
 
 _aten = torch.ops.aten
 
@@ -46,7 +46,6 @@ def one_hot(classes: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 KERNELS: dict[Operator, Kernel] = {
     _aten.one_hot.default: one_hot,
-    _aten.scaled_dot_product_attention.default: attention,
     _aten.ctc_loss.Tensor: lambda *args: ctc_loss(DistributedTensor, _aten.ctc_loss.Tensor, args, {}),
     **{op: recurrent(op) for op in RECURRENT},
     **{
@@ -60,5 +59,6 @@ QUICK: dict[Operator, Kernel] = {
     LINEAR: linear,
     MATMUL: matmul,
     EINSUM: einsum,
+    ATTENTION: attention,
     _aten.to.device: to_its_place(_aten.to.device),
 }

@@ -27,6 +27,7 @@ from ..operators.defined import install_defined
 from ..operators.dispatch import create, dispatch
 from ..operators.propagate import Operator
 from ..operators.special import SPECIAL
+from ..operators.transfer import upload_small
 from ..session.session import active, active_session
 from ..session.spelling import named, require_alone, twin_on
 from ..tensors.parameters import install_parameters, keeping
@@ -278,9 +279,15 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
     return dispatch(DistributedTensor, _aten.copy_.default, (), (target, source, non_blocking), {})
 
 
-@without_our_frames
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> object:
-    return dispatch(DistributedTensor, _aten.copy_.default, (), (target, source, non_blocking), {})
+    try:
+        # `torch.tensor` comes by here, from C++.
+        if type(target) is DistributedTensor and upload_small(target, source):
+            return target
+        return dispatch(DistributedTensor, _aten.copy_.default, (), (target, source, non_blocking), {})
+    except BaseException as error:
+        drop_frames(error)
+        raise
 
 
 @without_our_frames

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -12,12 +11,11 @@ from ..log.handle import BARE, REMOTE_TYPES, Handle, Residence, new_value
 from ..log.mesh_log import MeshLog
 from ..log.shards import member_of, mesh_of
 from ..log.spec import spec_of
-from ..log.storage import HeldStorage
 from ..operators.new_calls import call
 from ..operators.propagate import Operator
 from ..operators.proxies import wrap
 from ..operators.special import Special
-from ..operators.transfer import download, upload, upload_small
+from ..operators.transfer import download, owns_whole, upload
 from ..session.session import active_session, session_of_log
 from ..tensors.tensor import DistributedTensor
 from .group import groups_of
@@ -116,16 +114,6 @@ def _to_copy(cls: type, func: Operator, args: Sequence[object], kwargs: dict[str
 
 def _copy(cls: type, func: Operator, args: Sequence[object], kwargs: dict[str, object]) -> object:
     target, source = args[0], args[1]
-    if (
-        type(source) is torch.Tensor
-        and isinstance(target, DistributedTensor)
-        and source.is_cpu
-        and source.dtype == target.dtype
-        and source.shape == target.shape
-        and _owns_whole(target)
-        and upload_small(source, target._handle)
-    ):
-        return target
     assert isinstance(target, torch.Tensor)
     if not isinstance(source, torch.Tensor):
         # A number goes into every element.
@@ -162,31 +150,13 @@ def _copy(cls: type, func: Operator, args: Sequence[object], kwargs: dict[str, o
     if (
         source.dtype == target.dtype
         and source.shape == target.shape
-        and _owns_whole(target)
+        and owns_whole(target)
         and not source.is_conj()
         and not source.is_neg()
     ):
         upload(source, place, into=handle, non_blocking=len(args) > 2 and bool(args[2]))
         return target
     return func(target, wrap(cls, upload(source, place)))
-
-
-def _owns_whole(proxy: DistributedTensor) -> bool:
-    """Whether nobody else sees a proxy's storage, so that its slot may take a new tensor."""
-    handle = proxy._handle
-    # An object of the worker's may hold the memory, too.
-    if isinstance(handle.storage, HeldStorage):
-        return False
-    # A mesh's tensor and its members' tensors are one memory.
-    if handle.storage.parts or handle.storage.whole:
-        return False
-    # The storage has one handle, so its references are the handle's slot and getrefcount's argument.
-    return (
-        handle.spec.bits == 0
-        and handle.spec.offset == 0
-        and proxy.is_contiguous()
-        and sys.getrefcount(handle.storage) == 2
-    )
 
 
 # `operators/special.py` takes these: copies between nodes are operations of groups, which stand on operators.

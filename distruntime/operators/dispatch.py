@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import drop_frames
-from ..log.handle import Handle, next_ref
+from ..log.handle import Handle, Residence, next_ref, relate
 from ..log.line import Call, line_from, user_line
 from ..log.log import relieve
 from ..log.storage import Storage
@@ -23,13 +23,15 @@ from ..log.tape import recorded
 from ..session.session import active_session
 from .new_calls import first_of_factory, first_time
 from .proxies import AUTOCAST, DETACH, HUGE, wrap
-from .signatures import Entry, count_unreturned, count_written, emit, versions
+from .signatures import Entry, Several, count_unreturned, count_written, emit, versions
 from .special import SPECIAL
+from .transfer import upload_small
 
 _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
 _inference = torch.is_inference_mode_enabled
 _with_gradients = torch.is_grad_enabled
+_COPY = torch.ops.aten.copy_.default
 _getframe = sys._getframe
 
 
@@ -55,7 +57,15 @@ def _scan(cls: type, value: Any, key: list[Any], words: list[object], place: Any
         else:
             key.append(len(value))
             for item in value:
-                place = _scan(cls, item, key, words, place)
+                kind = type(item)
+                if kind is cls:
+                    handle = item._handle
+                    key.append(handle.spec)
+                    words.append(handle.ref)
+                    if handle.place is not place:
+                        place = handle.place if place is None else MIXED
+                else:
+                    place = _scan(cls, item, key, words, place)
             return place
     else:
         key.append(kind)
@@ -133,8 +143,12 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
         # It is DTensor's turn, to say what is mixed or to make it one.
         if len(types) > 1 and not all(issubclass(kind, cls) for kind in types):
             return NotImplemented
-        before = versions(cls, args, kwargs) if func._schema.is_mutable else ()
+        before: Any = ()
         try:
+            if func is _COPY and type(args[0]) is cls and upload_small(*args):
+                return args[0]
+            if func._schema.is_mutable:
+                before = versions(cls, args, kwargs)
             return first_time(cls, func, args, kwargs or {}, signature, words, place, SPECIAL)
         except BaseException as error:
             # A signal's handler may raise behind the instruction, on the way back to here.
@@ -143,10 +157,17 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
             # kernels.
             drop_frames(error)
             raise
-    template, spec, alias, _, _ = entry
+    template, spec, alias, _, _, several = entry
     if spec is None or (
         alias is not None and (_inference() or (func is not DETACH and args[alias].is_inference()))
     ):
+        if spec is None and (several is not None or alias is not None):
+            if several is None:
+                # It returns an operand as it is: `lift_fresh` does, by which `torch.tensor` ends.
+                return args[alias]
+            base = None if alias is None else args[alias]
+            if base is None or not (_inference() or base.is_inference()):
+                return _make_several(cls, template, several, base, words, place)
         relieve(place.node)
         try:
             return emit(cls, entry, words, args, kwargs, place, user_line())
@@ -206,6 +227,59 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
             drop_frames(error)
             raise
     return out
+
+
+def _make_several(
+    cls: type, template: int, several: Several, base: Any, words: list[object], place: Residence
+) -> Any:
+    """Issue a call that has several results, in the memory of `base` where it is given; return them."""
+    storage: Any = None if base is None else base._handle.storage
+    made: list[Handle] = []
+    built: list[Any] = []
+    words[0] = template
+    for spec in several.specs:
+        if spec is None:
+            built.append(None)
+            continue
+        ref = next_ref()
+        words.append(ref)
+        handle = Handle(ref, spec, place, Storage(spec) if base is None else storage)
+        made.append(handle)
+        out = _make_wrapper(
+            cls,
+            spec.size,
+            spec.stride,
+            spec.offset,
+            None,
+            spec.dtype,
+            _strided,
+            place.lazy,
+            False,
+            False,
+            None,
+            False,
+            False,
+            AUTOCAST,
+            HUGE,
+        )
+        out._handle = handle
+        built.append(out)
+    if base is None and len(made) > 1:
+        relate(made)
+    # The frame that has called `dispatch`; a thread of torch's C++ has none.
+    line = line_from(_getframe(1).f_back)
+    node = place.node
+    with node.lock:
+        born = node.append(words, line)
+        for handle in made:
+            handle.born = born
+    if node.busy:
+        try:
+            node.session.throttle(node)
+        except BaseException as error:
+            drop_frames(error)
+            raise
+    return built if several.listed else tuple(built)
 
 
 # A number of these says how large the result is.

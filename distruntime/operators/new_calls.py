@@ -225,7 +225,7 @@ def _corrector(
         if result is None:
             cache[signature] = unproven.pop(signature)
             return
-        number, _, _, outcome, _ = entry
+        number, _, _, outcome, *_ = entry
         position = iter(range(1 << 30))
         mended = replace(outcome, results=[_mend(r, result, fields, position) for r in outcome.results])
         unproven[signature] = entry_for(func, _Placeholder, shape, number, mended)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import torch
@@ -26,10 +26,21 @@ _inference = torch.is_inference_mode_enabled
 # Below this key nothing is a view to autograd. torch excludes it in what Python dispatch runs.
 _VIEWS: Any = torch._C.DispatchKey.ADInplaceOrView
 
+
+class Several(NamedTuple):
+    """What a call returns that makes several values, or none for a result that nobody wants, and no more."""
+
+    specs: tuple[Spec | None, ...]
+    # The results are a list.
+    listed: bool
+
+
 # This is what is remembered of a call: the number of its template, the spec of its one new result (if that is
-# all there is to it), the position of the argument that shares its storage with the result (or None), the
-# whole outcome, and the operator. The signature holds the operator's id, so the operator is kept alive here.
-Entry = tuple[int, "Spec | None", "int | None", Outcome, torch._ops.OpOverload]
+# all there is to it), the position of the argument that shares its storage with the results (or None), the
+# whole outcome, the operator, and its results if they are several (and that is all there is to it). Without
+# new results, the position is that of the argument which is returned as it is. The signature holds the
+# operator's id, so the operator is kept alive here.
+Entry = tuple[int, "Spec | None", "int | None", Outcome, torch._ops.OpOverload, "Several | None"]
 
 
 @dataclass(frozen=True)
@@ -118,21 +129,39 @@ def entry_for(
     func: torch._ops.OpOverload, cls: type, args: Sequence[Any], number: int, outcome: Outcome
 ) -> Entry:
     """Return what the signature cache keeps for a call."""
-    spec, alias = None, None
-    only = outcome.results[0] if outcome.single else None
-    if isinstance(only, New) and not only.spec.bits and not outcome.written and not outcome.reshaped:
-        spec = only.spec
-        if only.alias is not None:
-            operands = [k for k, a in enumerate(args) if type(a) is cls]
-            before = args[: operands[only.alias]] if only.alias < len(operands) else ()
-            if only.alias >= len(operands) or any(
-                isinstance(a, (list, tuple)) and tensors_of([a], {}) for a in before
-            ):
-                # The operand stands inside a list: the general way finds it.
-                spec = None
-            else:
-                alias = operands[only.alias]
-    return number, spec, alias, outcome, func
+    results = outcome.results
+    if not results or outcome.written or outcome.reshaped or outcome.rebased is not None:
+        return number, None, None, outcome, func, None
+    only = results[0] if outcome.single else None
+    if isinstance(only, Same):
+        return number, None, _position(only.operand, cls, args), outcome, func, None
+    listed = isinstance(only, list)
+    made = only if isinstance(only, list) else results
+    new = [r for r in made if isinstance(r, New)]
+    if (
+        not new
+        or len(new) + made.count(None) < len(made)
+        or any(r.spec.bits for r in new)
+        or len({r.alias for r in new}) > 1
+    ):
+        return number, None, None, outcome, func, None
+    alias = None if new[0].alias is None else _position(new[0].alias, cls, args)
+    if new[0].alias is not None and alias is None:
+        return number, None, None, outcome, func, None
+    if isinstance(only, New):
+        return number, only.spec, alias, outcome, func, None
+    specs = tuple(r.spec if isinstance(r, New) else None for r in made)
+    return number, None, alias, outcome, func, Several(specs, listed)
+
+
+def _position(operand: int, cls: type, args: Sequence[Any]) -> int | None:
+    """Return which argument is this operand; None if it stands inside a list, or behind one."""
+    operands = [k for k, a in enumerate(args) if type(a) is cls]
+    if operand >= len(operands):
+        return None
+    before = args[: operands[operand]]
+    inside = any(isinstance(a, (list, tuple)) and tensors_of([a], {}) for a in before)
+    return None if inside else operands[operand]
 
 
 def emit(
@@ -148,7 +177,7 @@ def emit(
 
     Return what the operator returns.
     """
-    number, _, _, outcome, func = entry
+    number, _, _, outcome, func, _ = entry
     operands: list[Any] = tensors_of(args, kwargs or {})
     if _inference() and _views_by_others(func) and not operands[0].is_inference():
         # torch hands it over whole here, and the views that it is made of are what autograd is to know.

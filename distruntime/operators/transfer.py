@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -21,7 +22,7 @@ from ..log.log import relieve
 from ..log.mesh_log import MeshLog
 from ..log.shards import member_of, mesh_of
 from ..log.spec import Spec, spec_of
-from ..log.storage import Storage, require_writable
+from ..log.storage import HeldStorage, Storage, require_writable
 from ..log.tape import not_in_a_program, recorded
 from ..session.requests import Request
 from ..session.session import session_of_log
@@ -31,6 +32,7 @@ from ..wire.descriptors import are_out, used_up
 from ..wire.link import LARGE
 from ..wire.messages import HOST, UPLOAD, Plain
 from ..wire.shared import LEAST, Loan
+from .signatures import count_writes
 
 # Up to so many bytes an upload rides in the log itself. A larger one has a payload frame without a copy.
 INLINE_BYTES = 1 << 14
@@ -119,31 +121,71 @@ def upload(
     return handle
 
 
-def upload_small(tensor: torch.Tensor, into: Handle) -> bool:
-    """Send a local tensor of some KiB as the new value of `into`, which is as large and nobody else's.
+def upload_small(target: Any, source: object, non_blocking: bool = False) -> bool:
+    """Send a local tensor of some KiB as the new value of a proxy that is as large and has its own memory.
 
-    Return False, and do nothing, where that takes more than one instruction to a worker with one stream.
+    Return False, and do nothing, where there is more to it than one instruction to a worker with one stream.
     """
-    place = into.place
-    node, nbytes = place.node, tensor.nbytes
+    if type(source) is not torch.Tensor or source.dtype != target.dtype or source.shape != target.shape:
+        return False
+    handle = target._handle
+    place = handle.place
+    node, nbytes = place.node, source.nbytes
     if (
-        not 0 < nbytes <= INLINE_BYTES
+        nbytes > INLINE_BYTES
         or node.order is not None
         or node.members
         or recorded.name
-        or not tensor.is_contiguous()
-        or tensor.is_neg()
-        or tensor.is_conj()
-        or type(into.storage) is not Storage
+        or not source.is_cpu
+        or not source.is_contiguous()
+        or source.is_neg()
+        or source.is_conj()
+        or type(handle.storage) is not Storage
+        or not owns_whole(target)
         or not place.cache
     ):
         return False
-    # `tensor_bytes` takes 9 us more. numpy would keep the tensor from being resized.
-    data = ctypes.string_at(tensor.data_ptr(), nbytes)
-    relieve(node)
-    words = [UPLOAD, into.ref, place.place.local_device, dtype_name(tensor.dtype), [*tensor.shape], data]
-    issue(words, (), (), (into.storage,), place, user_line())
+    # Libraries begin a cache so, and there is nothing to send.
+    if nbytes:
+        # `tensor_bytes` takes 9 us more. numpy would keep the tensor from being resized.
+        data = ctypes.string_at(source.data_ptr(), nbytes)
+        relieve(node)
+        words = [
+            UPLOAD,
+            handle.ref,
+            place.place.local_device,
+            dtype_name(source.dtype),
+            [*source.shape],
+            data,
+        ]
+        storage = handle.storage
+        written = storage.written
+        try:
+            issue(words, (), (), (storage,), place, user_line())
+        except BaseException:
+            # A signal's handler may raise behind the instruction. Autograd counts when this has returned.
+            if storage.written != written:
+                count_writes([target])
+            raise
     return True
+
+
+def owns_whole(proxy: Any) -> bool:
+    """Whether nobody else sees a proxy's storage, so that its slot may take a new tensor."""
+    handle = proxy._handle
+    # An object of the worker's may hold the memory, too.
+    if isinstance(handle.storage, HeldStorage):
+        return False
+    # A mesh's tensor and its members' tensors are one memory.
+    if handle.storage.parts or handle.storage.whole:
+        return False
+    # The storage has one handle, so its references are the handle's slot and getrefcount's argument.
+    return (
+        handle.spec.bits == 0
+        and handle.spec.offset == 0
+        and proxy.is_contiguous()
+        and sys.getrefcount(handle.storage) == 2
+    )
 
 
 def _replicate(

@@ -55,6 +55,9 @@ class Places:
         self._by_number: weakref.WeakValueDictionary[int, Residence] = weakref.WeakValueDictionary()
         # The places with their numbers, by what they are spelled by. A factory without a number looks here.
         self._known: dict[tuple[int, str], Place] = {}
+        # The current place by what is entered and what is set: a factory asks each time. Only places that
+        # keep their number are here.
+        self._recent: dict[object, Residence] = {}
         # The places that have a number of their own, by number.
         self.own: list[Place] = []
         self._held: list[Residence] = []
@@ -74,6 +77,7 @@ class Places:
                 place = self._known.get((node.index, name)) or self._own_number(node.index, name)
             if place.number != UNNUMBERED:
                 self._held.append(self.residence(place))
+        self._recent.clear()
 
     def _own_number(self, node: int, name: str) -> Place:
         """Return a place that has just come, with the next number if it is to have one."""
@@ -91,6 +95,7 @@ class Places:
     def leave(self, node: Node) -> None:
         """Give up a lost node's residences: another worker has its places, and their numbers, from now on."""
         self._held = [residence for residence in self._held if residence.node is not node]
+        self._recent.clear()
         for known in (self._residences, self._nameless):
             for place, residence in list(known.items()):
                 if residence.node is node:
@@ -236,6 +241,10 @@ class Places:
         if mesh is not None and mesh.node.session.places is self:
             found: Residence = mesh
             return found
+        meant = (node, device, self.default) if like_torch else None
+        recent = self._recent.get(meant)
+        if recent is not None:
+            return recent
         if node is None:
             node = self.default[0]
         if device is None and self.default[1] is not None and node == self.default[0]:
@@ -243,7 +252,10 @@ class Places:
         have = self.devices(node)
         if device is None:
             device = ACCELERATOR if like_torch and have != ["cpu"] else "cpu"
-        return self.residence(self.known(node, meant_by(device, have)))
+        residence = self.residence(self.known(node, meant_by(device, have)))
+        if meant is not None and residence in self._held:
+            self._recent[meant] = residence
+        return residence
 
     def number_of(self, place: Place) -> int | None:
         """Return the number of a place, None while it has none."""

@@ -118,6 +118,8 @@ KINDS: dict[str, Kind] = {
     "compiled": _compiled,
     "compiled backward": _compiled_backward,
     "copies": lambda x, y: (copy.deepcopy(x), x.cpu().to(REMOTE)),
+    "several results": lambda x, y: (x.topk(2), x.split(1), torch._foreach_mul([x, y], 2.0), x.unbind()),
+    "constants": lambda x, y: x + torch.tensor([1.0, 2, 3, 4]).to(REMOTE) + torch.tensor([]).to(REMOTE).sum(),
     "sizes of data": lambda x, y: (x.topk(2), x[x > 0]),
     "attention": lambda x, y: F.scaled_dot_product_attention(x[None, None], y[None, None], x[None, None]),
     "inference": torch.inference_mode()(lambda x, y: torch.einsum("ij,ij->i", x, y)),
@@ -142,3 +144,42 @@ def test_what_a_handler_issues_is_done(session: object, kind: str, every: int) -
             found = function(x, y)
         torch.testing.assert_close([leaf.cpu() for leaf in tree_leaves(found)], expected)
         assert strikes.times and strikes.sum.item() == strikes.times
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "a number": lambda x: x.add_(1),
+    "a local tensor": lambda x: x.copy_(torch.full((4,), 7.0)),
+    "another one": lambda x: x.copy_(torch.full((4,), 7.0, device=REMOTE)),
+    "a list": lambda x: torch._foreach_add_([x], 1.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_a_write_counts_where_an_exception_strikes_amid_it(
+    session: object, write: Callable[[torch.Tensor], object]
+) -> None:
+    class Struck(Exception):
+        pass
+
+    def strike(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal left
+        left -= event == "call"
+        if not left and event == "call":
+            raise Struck
+
+    write(torch.zeros(4, device=REMOTE))
+    came = []
+    for number in range(1, 60):
+        x, left = torch.zeros(4, device=REMOTE), number
+        before = x._version
+        try:
+            sys.setprofile(strike)
+            write(x)
+            sys.setprofile(None)
+        except Struck:
+            came.append(number)
+        finally:
+            sys.setprofile(None)
+        assert (x._version > before) == bool(x.any()), number
+    # The last ones came behind it.
+    assert len(came) > 5 and came[-1] < 59

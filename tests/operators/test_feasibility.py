@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import distruntime as dr
 from agree import REMOTE, agrees, check, is_remote, tensor
 from distruntime.log.handle import Residence
+from dynamo import COMPILES
 
 # Checkpointing and random state
 
@@ -454,6 +455,7 @@ def _train_under_autocast(device: str) -> Any:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.filterwarnings("ignore")  # Dynamo's own
+@COMPILES
 @agrees
 def test_compiled_code_is_right_through_graph_breaks(device: str, backend: str) -> Any:
     torch._dynamo.reset()

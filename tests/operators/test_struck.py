@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import distruntime as dr
 from agree import REMOTE
+from dynamo import COMPILES
 
 SIGNAL = signal.SIGUSR1
 pytestmark = [
@@ -131,7 +132,9 @@ KINDS: dict[str, Kind] = {
 
 
 @pytest.mark.parametrize("every", [1, 3, 7])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=COMPILES) if "compiled" in kind else kind for kind in KINDS]
+)
 def test_what_a_handler_issues_is_done(session: object, kind: str, every: int) -> None:
     def tensors() -> tuple[torch.Tensor, torch.Tensor]:
         return torch.arange(12.0).view(3, 4).to(REMOTE), torch.ones(3, 4).to(REMOTE)

@@ -37,7 +37,10 @@ from distruntime_worker.session.executor import Executor
 from distruntime_worker.values.step import Slots
 from distruntime_worker.values.streams import Work
 from distruntime_worker.values.template import Template, operator
+from dynamo import COMPILES
 from processes import until
+
+pytestmark = COMPILES
 
 # -- regions, without Inductor -------------------------------------------------------------------------------
 

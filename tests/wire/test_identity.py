@@ -19,7 +19,10 @@ from distruntime.wire.identity import has_died, process, user_name
 def test_a_process_whose_name_is_not_ascii_is_known(tmp_path: Path) -> None:
     # Linux calls a process by the last part of the path that was executed.
     program = tmp_path / "schläft"
-    program.symlink_to(os.path.realpath(sys.executable))
+    try:
+        program.symlink_to(os.path.realpath(sys.executable))
+    except UnicodeEncodeError as error:
+        pytest.skip(f"no file has such a name here: {error}")
     with subprocess.Popen([program, "-ISc", "input()"], stdin=subprocess.PIPE) as child:
         known = process(child.pid)
         assert known[2] and not has_died(known)

@@ -26,6 +26,7 @@ from ..log.handle import BARE, Place
 from ..operators.defined import install_defined
 from ..operators.dispatch import create, dispatch
 from ..operators.propagate import Operator
+from ..operators.proxies import restride
 from ..operators.special import SPECIAL
 from ..operators.transfer import upload_small
 from ..session.session import active, active_session
@@ -156,6 +157,7 @@ def _install_kernels() -> None:
         _implement(_aten.copy_.default, _copy, backend)
         _implement(_aten._copy_from.default, _copy_from, backend)
         _implement(_aten._local_scalar_dense.default, _read, backend)
+        _implement(_aten.as_strided_.default, _restrided, backend)
         for op in _WHOLE:
             _implement(op, functools.partial(_fallback, op), backend)
     for op, kernel in KERNELS.items():
@@ -288,6 +290,15 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     except BaseException as error:
         drop_frames(error)
         raise
+
+
+@without_our_frames
+def _restrided(self: torch.Tensor, *args: object, **kwargs: object) -> object:
+    if type(self) is DistributedTensor:
+        return dispatch(DistributedTensor, _aten.as_strided_.default, (), (self, *args), kwargs)
+    # AOTAutograd gives its wrappers the metadata of each view in place. C++ finds no fallback while a mode is
+    # on, and torch has no formula for devices that it calls functional.
+    return restride(self, *args, **kwargs)
 
 
 @without_our_frames

@@ -36,6 +36,7 @@ def install_dynamo() -> None:
     _installed.append(True)
     when_imported("torch._subclasses.fake_tensor", _claim_lazy)
     when_imported("torch._subclasses.fake_tensor", _stay_on_meshes)
+    when_imported("torch._subclasses.functional_tensor", _show_metadata)
     when_imported("torch._dynamo.convert_frame", _cast_while_tracing)
     when_imported("torch._dynamo.trace_rules", _stay_out)
     when_imported("torch._dynamo.variables.builder", _take_proxies)
@@ -115,6 +116,23 @@ def _mesh_of(source: torch.Tensor) -> torch.device | None:
     here = source.device
     known = here.type in REMOTE_TYPES and active_session().places.meant(here).node.members
     return here if known else None
+
+
+def _show_metadata(module: ModuleType) -> None:
+    """Have AOTAutograd's tensors shown by their metadata.
+
+    torch copies what claims "lazy" to the CPU to show it, and these have no values. It shows the arguments of
+    a call that does not fit the first overload of an operator, such as `aten.scatter(x, 0, index, y)`.
+    """
+    shown = module.FunctionalTensor.__repr__
+
+    def __repr__(self: Any, *args: Any, **kwargs: Any) -> str:
+        if self.device.type != "lazy":
+            return str(shown(self, *args, **kwargs))
+        place = _LAZY.sub(r"remote:\1", str(self.device))
+        return f"FunctionalTensor(..., size={tuple(self.size())}, dtype={self.dtype}, device='{place}')"
+
+    module.FunctionalTensor.__repr__ = __repr__
 
 
 def _cast_while_tracing(module: ModuleType) -> None:

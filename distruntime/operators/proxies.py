@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -27,7 +28,11 @@ _inference = torch.is_inference_mode_enabled
 _creation_meta: Any = torch._C._autograd._get_creation_meta
 _set_creation_meta: Any = torch._C._autograd._set_creation_meta
 _OF_A_FUNCTION: Any = torch._C._autograd.CreationMeta.IN_CUSTOM_FUNCTION
-_BELOW_PYTHON = torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd)
+# It changes a wrapper's metadata, below Python dispatch.
+restride: Any = partial(
+    torch.ops.aten.as_strided_.default.redispatch,
+    torch._C.DispatchKeySet(torch._C.DispatchKey.CompositeExplicitAutograd),
+)
 
 
 # Torch lets what this returns be written anywhere.
@@ -145,7 +150,7 @@ def reshape_wrapper(proxy: Any, spec: Spec) -> None:
     handle = proxy._handle
     handle.spec = spec
     _grow(handle.storage, spec)
-    torch.ops.aten.as_strided_.default.redispatch(_BELOW_PYTHON, proxy, spec.size, spec.stride, spec.offset)
+    restride(proxy, spec.size, spec.stride, spec.offset)
 
 
 def _grow(storage: Storage, spec: Spec) -> None:

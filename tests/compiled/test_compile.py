@@ -220,6 +220,22 @@ def _on_a_stream(make: Compiler) -> object:
     return _often(make(act), x_at())
 
 
+def _views_in_place(make: Compiler) -> object:
+    def act(x: torch.Tensor) -> object:
+        y = (x * 2).t_()
+        y.unsqueeze_(0)
+        row = y[0, :1].squeeze_(0)
+        row.add_(1)
+        x.transpose_(0, 1)
+        return y.swapaxes_(0, 1), row, (x + 1).as_strided_((2, 3), (1, 2))
+
+    step, found = make(act), []
+    for _ in range(4):
+        x = x_at()
+        found.append((step(x), x, x.stride()))
+    return found
+
+
 def _in_a_program(make: Compiler) -> object:
     step = make(lambda x: x.sin() * 2)
     return _often(dr.program(lambda x: step(x) + 1), x_at())
@@ -284,6 +300,10 @@ CASES: dict[str, Callable[[Compiler], object]] = {
     "a stream inside": _on_a_stream,
     "in a program": _in_a_program,
     "inference": _inference,
+    "views in place": _views_in_place,
+    "not an operator's first overload": lambda make: _often(
+        make(lambda x: torch.ops.aten.scatter(x, 0, (x[:1] * 0).long(), x * 2)), x_at()
+    ),
     "vmap": _vmapped,
     "recurrent": _recurrent,
     "local tensors": _local_in_between,

@@ -28,7 +28,7 @@ import distruntime as dr
 _ACTS = (
     "add mul mm relu sin view t row irow slice iadd imul iargument dropout rand normal sum softmax norm "
     "linear attention carry number flag cat where expand item print send local constant stream autocast "
-    "inner index detach no_grad"
+    "inner index detach no_grad turn raise"
 ).split()
 # Each of these breaks a graph or runs operator by operator, so there are fewer of them.
 _RARE = frozenset("item print send local stream index".split())
@@ -199,6 +199,17 @@ class Box(torch.nn.Module):
                 with torch.no_grad():
                     c = a * 2
                 return b + c
+            case "turn":
+                c = (a * 1).t_()
+                c.unsqueeze_(n % 2)
+                c.squeeze_(n % 2)
+                return c.transpose_(0, 1)
+            case "raise":
+                c = a + 0
+                row = c[:1]
+                row.unsqueeze_(0)
+                row.mul_(act.f)
+                return c
         raise ValueError(act.name)
 
 

@@ -96,10 +96,15 @@ def results_pattern(results: list[Result], single: bool, written: Sequence[int] 
     """
     if not results and not written:
         return KIN
-    shape = [
-        results_pattern(r, False) if isinstance(r, list) else 1 if isinstance(r, New) else 0 for r in results
-    ]
+    shape = [_result_pattern(result) for result in results]
     return shape[0] if single else shape
+
+
+def _result_pattern(result: Result) -> object:
+    if isinstance(result, list):
+        # It may be empty, as the rows of a tensor without rows are. Then it is no check, and has no kin.
+        return [_result_pattern(one) for one in result]
+    return 1 if isinstance(result, New) else 0
 
 
 def template(

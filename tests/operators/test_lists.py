@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+import distruntime as dr
+from agree import REMOTE
 from distruntime.log.spec import spec_of
 from distruntime.operators import propagate
 from distruntime.operators.propagate import tensors_of
@@ -76,3 +78,30 @@ def test_it_sees_one_position_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> N
     propagate.propagate(FOREACH._foreach_add.ScalarList, (x, [1.0, 2.0] * 4), {}, spec_of, True)
     propagate.propagate(FOREACH._foreach_add.ScalarList, (x, [1, 2, 3] + [4] * 5), {}, spec_of, True)
     assert seen == [4, 4, 7]
+
+
+@pytest.mark.usefixtures("session")
+def test_a_tensor_without_rows_gives_none() -> None:
+    # Each call is one instruction, and what follows it in the log must not be taken for a part of it.
+    empty, total = torch.empty(0, 3, device=REMOTE), torch.zeros(3, device=REMOTE)
+    for _ in range(4):
+        for row in empty:
+            total = total + row
+        assert empty.unbind() == ()
+        assert torch.split_with_sizes(empty, []) == ()
+        total = total + 1
+    assert total.tolist() == [4.0, 4.0, 4.0]
+
+
+@pytest.mark.usefixtures("session")
+def test_a_program_may_take_a_tensor_without_rows() -> None:
+    @dr.program
+    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for row in x:
+            y = y + row
+        return y + 1
+
+    empty, y = torch.empty(0, 3, device=REMOTE), torch.zeros(3, device=REMOTE)
+    for _ in range(4):
+        y = f(empty, y)
+    assert y.tolist() == [4.0, 4.0, 4.0]

@@ -78,6 +78,8 @@ class SparseTensor(torch.Tensor):
             torch.empty((indices.size(0), 0), dtype=torch.long, device="meta"),
             torch.empty((0, *values.shape[1:]), dtype=values.dtype, device="meta"),
             tuple(size),
+            # The program may have set another default device.
+            device="meta",
             check_invariants=False,
         )
         lazy = torch.Tensor.device.__get__(values)
@@ -130,7 +132,9 @@ class SparseTensor(torch.Tensor):
         self, indices: torch.Tensor, values: torch.Tensor, size: torch.Size
     ) -> torch.Tensor:
         """Return another sparse tensor of this dtype: `SparseAdam` makes its steps so."""
-        return torch.sparse_coo_tensor(indices, values, size, dtype=self.dtype, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            indices, values, size, dtype=self.dtype, device=values.device, check_invariants=False
+        )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         indices, values = self._parts
@@ -166,7 +170,7 @@ def made_of(
     if isinstance(values, DistributedTensor):
         return SparseTensor(indices, values, size, coalesced)
     return torch.sparse_coo_tensor(
-        indices, values, tuple(size), is_coalesced=coalesced, check_invariants=False
+        indices, values, tuple(size), device=values.device, is_coalesced=coalesced, check_invariants=False
     )
 
 

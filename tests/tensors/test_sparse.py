@@ -306,3 +306,13 @@ def test_a_program_may_make_it_and_let_it_go(session: object) -> None:
     here, there = trained("cpu"), trained(REMOTE)
     assert here[0] == pytest.approx(there[0], abs=1e-6)
     torch.testing.assert_close(here[1], there[1])
+
+
+def test_a_default_device_moves_no_part_of_it(session: object) -> None:
+    grad = of_rows("remote:1").grad
+    with torch.device(REMOTE):
+        for one, place in ((copy.deepcopy(grad), "remote:1"), (grad.cpu(), "cpu"), (grad * 2, "remote:1")):
+            assert one.is_sparse and str(one.device) == place
+        again = grad.new(grad._indices(), grad._values(), grad.shape)
+        assert str(again.device) == "remote:1"
+    assert grad.cpu().to_dense()[4].tolist() == of_rows("cpu").grad.to_dense()[4].tolist()

@@ -96,6 +96,7 @@ LIARS = {
     "aten::max_unpool2d": "strides",
     "aten::nonzero_static": "strides",
     "aten::multilabel_margin_loss_forward": "shape for a single sample",
+    "aten::multi_margin_loss": "shape for a single sample",
     "aten::_linalg_svd": "strides",
     "aten::linalg_eig": "strides",
     "aten::native_batch_norm": "shapes of the saved statistics in eval mode",
@@ -122,6 +123,7 @@ LIARS_OF_DTYPES = {
     "aten::native_layer_norm": _LOW_PRECISION,
     "aten::_batch_norm_with_update": _LOW_PRECISION,
     "aten::native_group_norm": _LOW_PRECISION,
+    "aten::_weight_norm_interface": frozenset({torch.float16}),
     # The meta kernel of torch 2.11 promises float32.
     "aten::_scaled_dot_product_flash_attention_for_cpu": frozenset({torch.float64}),
 }

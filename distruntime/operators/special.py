@@ -95,6 +95,18 @@ def _decompose(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwar
     return func.decompose(*args, **kwargs)
 
 
+def _make_dual(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # It comes here in inference mode only. There nothing has a tangent, and torch returns the primal alone.
+    return torch.ops.aten.alias.default(args[0])
+
+
+def _attention_backward(
+    cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    # A function of the user's may give no gradient. Then the kernels give none, and no meta kernel says so.
+    return (None,) * len(func._schema.returns) if args[0] is None else NotImplemented
+
+
 def claimed(source: torch.Tensor, device: torch.device) -> torch.device:
     """Return what proxies at a remote device claim in C++, or a device of this process as it is.
 
@@ -169,6 +181,16 @@ SPECIAL: dict[str, Special] = {
     "aten::_efficientzerotensor": _zeros,
     "aten::_pack_padded_sequence": _pack_padded_sequence,
     "aten::histc": _histc,
+    "aten::_make_dual": _make_dual,
+    **dict.fromkeys(
+        (
+            "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+            "aten::_scaled_dot_product_flash_attention_backward",
+            "aten::_scaled_dot_product_efficient_attention_backward",
+            "aten::_scaled_dot_product_cudnn_attention_backward",
+        ),
+        _attention_backward,
+    ),
     "aten::is_pinned": _no,
     **dict.fromkeys(("aten::is_same_size", "aten::_has_same_storage_numel"), _same_size),
     # `nn.TransformerEncoder` asks whether it may make a nested tensor, and pads if it may not.

@@ -8,6 +8,7 @@ import time
 
 import torch
 from torch import _tensor_str
+from torch.autograd import forward_ad
 
 from ..log.handle import Handle
 from ..log.mesh_log import MeshLog
@@ -138,7 +139,13 @@ def _text(tensor: torch.Tensor, handle: Handle, body: str, suffixes: list[str]) 
 
 
 def suffixes_of(tensor: torch.Tensor) -> list[str]:
-    """Return what torch appends about autograd."""
+    """Return what torch appends about autograd, and the tangent of a dual number."""
+    found: list[str] = []
     if tensor.grad_fn is not None:
-        return [f"grad_fn=<{type(tensor.grad_fn).__name__}>"]
-    return ["requires_grad=True"] if tensor.requires_grad else []
+        found.append(f"grad_fn=<{type(tensor.grad_fn).__name__}>")
+    elif tensor.requires_grad:
+        found.append("requires_grad=True")
+    # Where nobody is in a level of forward mode, this asks nothing else.
+    if forward_ad._current_level >= 0 and (tangent := forward_ad.unpack_dual(tensor).tangent) is not None:
+        found.append(f"tangent={tangent}")
+    return found

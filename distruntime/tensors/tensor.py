@@ -269,6 +269,9 @@ class DistributedTensor(torch.Tensor):
     def data(self, other: torch.Tensor) -> None:
         # torch's own setter changes the wrapper's sizes, dtype and device, and would silently
         # keep the old value.
+        if not isinstance(other, torch.Tensor):
+            # These are torch's words, and its class.
+            raise of_caller(TypeError(f"Variable data has to be a tensor, but got {type(other).__name__}"))
         if not isinstance(other, DistributedTensor):
             raise PlacementError(
                 f"x.data = y: y is local and x lives on {self.place}; send it first: x.data = y.to(x.device)"
@@ -277,6 +280,11 @@ class DistributedTensor(torch.Tensor):
         assert isinstance(alias, DistributedTensor)
         torch.Tensor.data.__set__(self, alias)  # type: ignore[attr-defined]
         self._handle = alias._handle
+
+    @data.deleter
+    @without_our_frames
+    def data(self) -> None:
+        raise of_caller(RuntimeError("Deleting tensor data is not allowed. Delete tensor instead!"))
 
     @without_our_frames
     def __deepcopy__(self, memo: dict[int, object]) -> object:

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from agree import agrees, tensor
+from agree import REMOTE, agrees, tensor
 
 pytestmark = [  # torch's own forward formulas use it; torch 2.15 warns in another class
     pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning"),
@@ -117,6 +117,23 @@ def test_forward_mode(device: str) -> Any:
         value, tangent = forward_ad.unpack_dual(out)
         (slope,) = torch.autograd.grad(tangent, x, retain_graph=True)
     return value.detach(), tangent.detach(), slope
+
+
+@agrees
+def test_a_dual_number_in_inference_mode_is_its_primal(device: str) -> Any:
+    with torch.inference_mode(), forward_ad.dual_level():
+        x = tensor(device, 3)
+        dual = forward_ad.make_dual(x, tensor(device, 3, seed=1))
+        dual += 1
+        return dual.clone(), x.clone(), dual._is_view(), forward_ad.unpack_dual(dual).tangent is None
+
+
+@pytest.mark.usefixtures("session")
+def test_the_text_of_a_dual_number_has_its_tangent() -> None:
+    x = torch.ones(2, device=REMOTE)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x + 1)
+        assert "tangent=tensor([2., 2.]" in repr(dual) and "tangent" not in repr(x)
 
 
 @agrees

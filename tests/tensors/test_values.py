@@ -178,3 +178,16 @@ def test_mixed_places_are_refused(session: object) -> None:
     assert torch.equal(here, tensor("cpu", 3)) and torch.equal(there.cpu(), here)
     here.copy_(there)
     there.copy_(here)
+
+
+@pytest.mark.parametrize("device", ["cpu", REMOTE])
+def test_the_data_of_a_tensor_is_a_tensor_and_stays(session: object, device: str) -> None:
+    x: Any = torch.ones(2, device=device)
+    for other in (None, 3, [1.0, 2.0]):
+        with pytest.raises(
+            TypeError, match=f"^Variable data has to be a tensor, but got {type(other).__name__}$"
+        ):
+            x.data = other
+    with pytest.raises(RuntimeError, match="Deleting tensor data is not allowed"):
+        del x.data
+    assert x.tolist() == [1.0, 1.0]

@@ -1,0 +1,40 @@
+"""Calls of which torch's meta kernels promise what its kernels do not keep: they give what a CPU gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from agree import agrees, tensor
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+@agrees
+def test_the_margin_loss_of_a_single_sample_has_the_shape_of_its_target(
+    device: str, shape: tuple[int, ...]
+) -> Any:
+    x, target = tensor(device, 10, grad=True), torch.full(shape, 3, device=device)
+    loss = F.multi_margin_loss(x, target, reduction="none")
+    (slope,) = torch.autograd.grad(loss.sum(), x)
+    return loss, slope
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@agrees
+def test_the_norms_of_half_a_weight_are_whole(device: str, dtype: torch.dtype) -> Any:
+    direction, size = tensor(device, 3, 5).to(dtype), tensor(device, 3, 1, seed=1).to(dtype)
+    return torch._weight_norm_interface(direction, size, 0)
+
+
+@agrees(remote_result=False)
+def test_attention_takes_no_gradient_and_gives_none(device: str) -> Any:
+    x = tensor(device, 1, 2, 3, 4, grad=True)
+    found = []
+    for _ in range(2):
+        attended = torch._C._functions.UndefinedGrad()(F.scaled_dot_product_attention(x, x, x))
+        (slope,) = torch.autograd.grad(attended, x, torch.ones_like(attended), allow_unused=True)
+        found.append(slope is None)
+    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import os
 import re
 import signal
@@ -94,6 +95,34 @@ def twin(name: str) -> str:
     return re.sub(r"_remote(?=_|$)", "_cpu", name.replace("REMOTE::", "CPU::"))
 
 
+def forget(item: pytest.Item) -> None:
+    """Let a test make its operands anew: torch's tests of modules keep those of the run before."""
+    for value in inspect.unwrap(getattr(item, "function", forget)).__defaults__ or ():
+        if isinstance(cache := getattr(value, "_arg_cache", None), dict):
+            cache.clear()
+
+
+@contextlib.contextmanager
+def by_default() -> Generator[None]:
+    """Make the session's place the default device, also for what a file brings back.
+
+    A file has local tensors, and `map_location="remote"` is what docs/checkpoints.md tells users to say.
+    """
+    load = torch.load
+
+    @functools.wraps(load)
+    def load_there(*args: Any, **named: Any) -> Any:
+        # The second argument is the device.
+        return load(*args, **named) if len(args) > 1 else load(*args, **{"map_location": "remote", **named})
+
+    torch.load = load_there
+    try:
+        with torch.device("remote"):
+            yield
+    finally:
+        torch.load = load
+
+
 def words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:1500]
 
@@ -143,7 +172,7 @@ class Runner:
         if plan.mode == DEFAULT:
             from torch.testing._internal import common_distributed, common_utils
 
-            self.around = functools.partial(torch.device, "remote")
+            self.around = by_default
             # torch counts what a test has left around it. Where a test's own setUp leaves that out, the
             # device counts as left by the test.
             common_utils.TestCase._prev_torch_function_mode_stack_len = 1
@@ -219,6 +248,7 @@ class Runner:
 
     def _run(self, item: pytest.Item) -> tuple[str, str, list[str]]:
         """Run a test, and return its outcome, its error, and where that was."""
+        forget(item)
         setup = item.session._setupstate
         setup.teardown_exact(item if setup.stack else None)
         self.errors: list[tuple[str, list[str]]] = []

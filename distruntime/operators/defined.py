@@ -22,6 +22,7 @@ from ..errors import is_of_handler
 from ..log.handle import Residence
 from ..log.line import of_a_library
 from .propagate import aliases, tensors_of
+from .signatures import count_writes
 
 _Kernel = Callable[..., object]
 
@@ -82,12 +83,21 @@ def call_defined(
     written = aliases(func, args, kwargs)[1]
     returns = func._schema.returns
     result = run[0](name, kernel, args, kwargs, _example(func, args, kwargs), written)
+    operands: list[Any] = tensors_of(args, kwargs)
+    # On a CPU, the operators by which the kernel writes count this.
+    count_writes([operands[k] for k in written])
     if returns and all(one.alias_info is not None and one.alias_info.is_write for one in returns):
         # It has returned what it wrote.
-        operands = tensors_of(args, kwargs)
         same = [operands[k] for k in written]
         return same[0] if len(returns) == 1 else tuple(same)
-    return result
+    given = {_memory(t): t for t in reversed(operands)}
+    # What a kernel returns as it is, is the operand itself: its writes count, and its graph stays.
+    return tree_map_only(torch.Tensor, lambda t: given.get(_memory(t), t), result)
+
+
+def _memory(tensor: Any) -> tuple[int, object]:
+    handle = tensor._handle
+    return id(handle.storage), handle.spec
 
 
 def _example(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> object:

@@ -124,7 +124,9 @@ def wrap_within(cls: type, handle: Handle, base: Any, view: Any = None) -> Any:
                 return func(base)
             spec = handle.spec
             found = func(base, spec.size, spec.stride, spec.offset)
-    _set_creation_meta(found, view)
+    # Below autograd, where the body of a program's own operator is called, nothing becomes a view.
+    if found._is_view():
+        _set_creation_meta(found, view)
     return found
 
 

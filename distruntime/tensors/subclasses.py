@@ -208,18 +208,26 @@ def make_subclass(*args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[ex
         return found.requires_grad_(bool(kwargs.get("require_grad", args[2] if len(args) > 2 else False)))
 
 
+# The device's place among the arguments of `_make_wrapper_subclass`, where it has no name.
+_DEVICE = 7
+
+
 def make_wrapper(*args: Any, **kwargs: Any) -> Any:  # type: ignore[explicit-any]
     """Make a wrapper subclass as torch does; one that says "remote" has the device that proxies have in C++.
 
     With the other one, autograd would look for a device of this process. DTensor makes its wrappers here, so
     what is not remote takes the shortest way.
     """
-    device = kwargs.get("device")
+    device = kwargs.get("device") if len(args) <= _DEVICE else args[_DEVICE]
     if device is not None and torch.device(device).type == "remote":
         cls = args[0]
         if cls.device is torch.Tensor.device:
             cls.device = property(_place_of)
-        kwargs["device"] = active_session().places.meant(torch.device(device)).lazy
+        lazy = active_session().places.meant(torch.device(device)).lazy
+        if len(args) <= _DEVICE:
+            kwargs["device"] = lazy
+        else:
+            args = (*args[:_DEVICE], lazy, *args[_DEVICE + 1 :])
     return _make_wrapper(*args, **kwargs)
 
 

@@ -125,6 +125,27 @@ def test_an_operator_of_a_library(session: object) -> None:
     assert operators.by_CPU(x).tolist() == [-1.0, -1.0]
 
 
+def test_an_operator_of_a_library_may_return_its_operand(session: object) -> None:
+    library = torch.library.Library("own_operators_of_a_library", "FRAGMENT")
+    operators = torch.ops.own_operators_of_a_library
+    library.define("itself(Tensor x) -> Tensor")
+    library.impl("itself", lambda x: x, "CPU")
+    library.define("half(Tensor x) -> Tensor")
+    library.impl("half", lambda x: x[:1], "CPU")
+    library.define("sine_(Tensor(a!) x) -> Tensor(a!)")
+    library.impl("sine_", lambda x: x.sin_(), "CPU")
+    for grad in (False, True):
+        for device in ("cpu", REMOTE):
+            x = torch.ones(2, device=device, requires_grad=grad)
+            assert operators.itself(x) is x
+            y = x * 1
+            z, version = operators.sine_(y), y._version
+            assert z is y and version == 1 and y.tolist() == torch.ones(2).sin().tolist()
+            with torch.no_grad():
+                operators.half(y).zero_()
+            assert y[0].item() == 0.0
+
+
 def test_it_runs_in_functions_and_compiled_graphs() -> None:
     x = torch.arange(3.0, device=REMOTE)
     assert dr.remote(lambda x: scaled(x, 3.0) + 1)(x).tolist() == [1.0, 4.0, 7.0]

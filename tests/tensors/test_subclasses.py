@@ -206,6 +206,25 @@ def test_wrappers_that_claim_a_place_are_differentiated(session: object) -> None
     torch.testing.assert_close(trained(REMOTE), trained("cpu"))
 
 
+class ByPosition(Wrapper):
+    """It says all that torch asks of a wrapper by position."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        about = (inner.stride(), inner.storage_offset(), None, inner.dtype, inner.layout, inner.device)
+        found: Any = torch.Tensor._make_wrapper_subclass(cls, inner.shape, *about, False, True)
+        found.inner = inner
+        return found
+
+
+def test_a_wrapper_may_claim_its_place_by_position(session: object) -> None:
+    for device in (REMOTE, "remote:1", "cpu"):
+        x: Any = ByPosition(torch.ones(2, 3, device=device))
+        x.exp().sum().backward()
+        assert x.device == x.inner.device == x.grad.device
+        assert x.grad.inner.tolist() == torch.ones(2, 3).exp().tolist()
+
+
 def test_a_class_with_its_own_dispatch_is_told_to_hold_the_tensor(session: object) -> None:
     with pytest.raises(dr.errors.NotSupportedError, match=r"_make_wrapper_subclass\(Wrapper, x\.shape"):
         torch.ones(2, device=REMOTE).as_subclass(Wrapper)

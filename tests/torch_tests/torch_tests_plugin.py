@@ -37,6 +37,8 @@ TOO_LATE = re.compile(
 LATE_ALARM = (pytest.fail.Exception,)
 # What waits longer has lost its answer.
 PATIENCE = 120.0
+# This file has a way of its own: see `inductor_tests.py`.
+INDUCTOR = "test_torchinductor"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -169,6 +171,10 @@ class Runner:
             import remote_devices
 
             remote_devices.add()
+            if any(INDUCTOR in file for file in plan.most):
+                import inductor_tests
+
+                inductor_tests.give_old_name()
         if plan.mode == DEFAULT:
             from torch.testing._internal import common_distributed, common_utils
 
@@ -196,6 +202,18 @@ class Runner:
             self.twins[item.nodeid] = item
             return False
         return name.endswith("REMOTE") == (self.plan.mode == DEVICE)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pycollect_makeitem(
+        self, collector: pytest.Module, name: str, obj: object
+    ) -> Generator[None, object, object]:
+        found = yield
+        if self.plan.mode == DEVICE and name == "CpuTests" and isinstance(obj, type):
+            import inductor_tests
+
+            if collector.path.stem == INDUCTOR:
+                return inductor_tests.collected(collector, obj)
+        return found
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         wanted = [item for item in items if self._wanted(item)]

@@ -23,7 +23,7 @@ from ..log.tape import recorded
 from ..session.session import active_session
 from .new_calls import first_of_factory, first_time
 from .proxies import AUTOCAST, DETACH, HUGE, wrap
-from .signatures import Entry, Several, count_unreturned, count_written, emit, versions
+from .signatures import Entry, Multiple, count_unreturned, count_written, emit, versions
 from .special import SPECIAL
 from .transfer import upload_small
 
@@ -230,7 +230,7 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
 
 
 def _make_several(
-    cls: type, template: int, several: Several, base: Any, words: list[object], place: Residence
+    cls: type, template: int, several: Multiple, base: Any, words: list[object], place: Residence
 ) -> Any:
     """Issue a call that has several results, in the memory of `base` where it is given; return them."""
     storage: Any = None if base is None else base._handle.storage

@@ -27,7 +27,7 @@ _inference = torch.is_inference_mode_enabled
 _VIEWS: Any = torch._C.DispatchKey.ADInplaceOrView
 
 
-class Several(NamedTuple):
+class Multiple(NamedTuple):
     """What a call returns that makes several values, or none for a result that nobody wants, and no more."""
 
     specs: tuple[Spec | None, ...]
@@ -40,7 +40,7 @@ class Several(NamedTuple):
 # whole outcome, the operator, and its results if they are several (and that is all there is to it). Without
 # new results, the position is that of the argument which is returned as it is. The signature holds the
 # operator's id, so the operator is kept alive here.
-Entry = tuple[int, "Spec | None", "int | None", Outcome, torch._ops.OpOverload, "Several | None"]
+Entry = tuple[int, "Spec | None", "int | None", Outcome, torch._ops.OpOverload, "Multiple | None"]
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def entry_for(
     if isinstance(only, New):
         return number, only.spec, alias, outcome, func, None
     specs = tuple(r.spec if isinstance(r, New) else None for r in made)
-    return number, None, alias, outcome, func, Several(specs, listed)
+    return number, None, alias, outcome, func, Multiple(specs, listed)
 
 
 def _position(operand: int, cls: type, args: Sequence[Any]) -> int | None:

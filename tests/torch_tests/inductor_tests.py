@@ -1,9 +1,9 @@
 """The functions of Inductor's own tests, compiled for remote tensors.
 
-`test_torchinductor.py` has a class of tests for each device. This one has the functions of `CommonTemplate` run
-as they are, and compiled for straight-line code. It compares the results to the last bit in each of several
-calls: the first runs operator by operator, the second is recorded, and later ones are replayed. What a test
-compiles itself goes to the worker's Inductor.
+`test_torchinductor.py` has a class of tests for each device. This one has the functions of `CommonTemplate`
+run as they are, and compiled for straight-line code. It compares the results to the last bit in each of
+several calls: the first runs operator by operator, the second is recorded, and later ones are replayed.
+What a test compiles itself goes to the worker's Inductor.
 """
 
 from __future__ import annotations

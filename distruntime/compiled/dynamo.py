@@ -47,6 +47,7 @@ def install_dynamo() -> None:
     when_imported("torch._dynamo.variables.optimizer", _count_on_workers)
     when_imported("torch._dynamo.compiled_autograd", _refuse_slots)
     when_imported("torch.utils.checkpoint", _name_module)
+    when_imported("torch._inductor.compile_fx", _take_compile_fx)
     _take_inductor(torch._TorchCompileInductorWrapper)
     _take_named(torch._TorchCompileWrapper)
 
@@ -263,6 +264,23 @@ def _take_inductor(wrapper: type) -> None:
         return backend.for_inductor(graph, inputs, {**self.config, **(kwargs.get("config_patches") or {})})
 
     wrapper.__call__ = __call__  # type: ignore[method-assign]
+
+
+def _take_compile_fx(module: ModuleType) -> None:
+    """Have Inductor itself do so, where a backend calls it: `torch._dynamo.optimize("inductor")`.
+
+    It would end in `KeyError: 'lazy'`.
+    """
+    own = module.compile_fx
+
+    @functools.wraps(own)
+    def compile_fx(graph: Any, inputs: Sequence[object], *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(graph, GraphModule) or not has_remote(graph, inputs):
+            return own(graph, inputs, *args, **kwargs)
+        backend = importlib.import_module(".backend", __package__)
+        return backend.for_inductor(graph, inputs, kwargs.get("config_patches") or {})
+
+    module.compile_fx = compile_fx  # type: ignore[attr-defined]
 
 
 def _take_named(wrapper: type) -> None:

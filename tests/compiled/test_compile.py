@@ -604,6 +604,14 @@ def test_torchs_own_backends_run_their_graphs(backend: str, made: list[graphs.Gr
     assert all(one.replays for one in made) and bool(made) == (backend != "eager")
 
 
+def test_inductor_by_its_older_name_is_the_workers(made: list[graphs.Graph]) -> None:
+    step = torch._dynamo.optimize("inductor")(lambda x: x * 2 + 1)
+    assert torch.equal(_often(step, x_at()), x_at() * 2 + 1)
+    assert [one._compile for one in made] == ["inductor"]
+    # What is local goes to Inductor here.
+    assert torch.equal(step(torch.ones(3)), torch.full((3,), 3.0)) and len(made) == 1
+
+
 @pytest.mark.parametrize("backend", ["distruntime", "aot_eager", "inductor"])
 def test_an_operator_with_a_check_in_it(backend: str) -> None:
     step = torch.compile(lambda x: torch.linalg.inv(x) * 2, backend=backend)

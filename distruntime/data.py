@@ -8,12 +8,10 @@ from . import first_use as _first_use
 
 if typing.TYPE_CHECKING:
     from .python.loader import DataLoader, data_loader
-    from .python.pretrained import from_pretrained
 
 _first_use.lend(__name__)
 
 __all__ = [
     "DataLoader",
     "data_loader",
-    "from_pretrained",
 ]

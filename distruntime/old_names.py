@@ -6,7 +6,7 @@ No name is added here: a new one begins in its part. `GONE` has names that are n
 from __future__ import annotations
 
 _MOVED = {
-    "data": "DataLoader data_loader from_pretrained",
+    "data": "DataLoader data_loader",
     "distributed": (
         "Capabilities DataChannel Membership ProcessGroup ReduceOp Reduction Work all_gather "
         "all_gather_into_tensor all_reduce all_to_all all_to_all_single barrier broadcast "
@@ -48,6 +48,7 @@ GONE = {
     "Layout": "docs/meshes.md has a mesh's groups by modes: several dimensions are one group",
     "ShardedEMA": "docs/meshes.md has the moving average in shares, in five lines",
     "replace_modules": "docs/looking.md has it in three lines, by torch's set_submodule",
+    "from_pretrained": "docs/data.md has it by transformers' own, which reads the folder at the worker",
     "push": "docs/data.md has it in two functions of a line each",
     "pull": "docs/data.md has it in two functions of a line each",
     "NodeChange": "docs/launching.md says how a program sees that a worker is lost or has come",

@@ -208,18 +208,3 @@ def _plain(value: object, dtype: torch.dtype | None) -> object:
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
-
-
-def texts_of(folder: str, names: Sequence[str]) -> list[str | None]:
-    """Return the texts of small files of a folder; None for one that is not there."""
-    whole = _absolute(folder)
-    if not os.path.isdir(whole):
-        raise FileNotFoundError(f"{whole} is no folder on this worker")
-    found: list[str | None] = []
-    for name in names:
-        try:
-            with open(os.path.join(whole, name), encoding="utf-8") as file:
-                found.append(file.read())
-        except FileNotFoundError:
-            found.append(None)
-    return found

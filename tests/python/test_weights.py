@@ -172,40 +172,34 @@ def llama(tmp_path: Path) -> Iterator[tuple[Path, Any]]:
     yield tmp_path, model
 
 
-def test_a_pretrained_model_is_made_here_and_its_weights_are_read_there(
-    session: object, llama: tuple[Path, Any]
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_a_model_of_transformers_is_read_there(
+    session: object, llama: tuple[Path, Any], on_mesh: bool
 ) -> None:
-    folder, model = llama
-    found = dr.data.from_pretrained(folder, node=1)
-    assert type(found) is type(model) and not found.training
-    assert found.lm_head.weight is found.model.embed_tokens.weight
-    assert {t.device.type for t in [*found.parameters(), *found.buffers()]} == {"remote"}
+    """The page on data has it as a recipe."""
+    folder, here = llama
+
+    @dr.remote
+    def read_model(folder: str) -> object:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        return model.config, parameters, dict(model.named_buffers())
+
+    where = dr.init_device_mesh("cpu", (2,)) if on_mesh else dr.place(1, "cpu")
+    config, parameters, buffers = read_model(str(folder), place=where)
+    own = dr.fetch(config)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(own[0] if on_mesh else own).eval()
+    model.load_state_dict(parameters, assign=True, strict=False)
+    for name, buffer in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, buffer)
+    model.tie_weights()
+
+    assert type(model) is type(here) and model.lm_head.weight is model.model.embed_tokens.weight
+    assert {t.device.type for t in [*model.parameters(), *model.buffers()]} == {"remote"}
     ids = torch.arange(8).reshape(1, 8)
-    there = ids.to(found.device)
-    torch.testing.assert_close(found(there).logits.detach().cpu(), model(ids).logits.detach())
-    assert found.generate(there, max_new_tokens=2, do_sample=False).shape == (1, 10)
-    base = dr.data.from_pretrained(folder, node=0, cls=transformers.AutoModel, dtype=torch.bfloat16)
-    assert type(base) is transformers.LlamaModel and base.dtype == torch.bfloat16
-
-
-def test_a_pretrained_model_on_a_mesh(session: object, llama: tuple[Path, Any]) -> None:
-    folder, model = llama
-    mesh = dr.init_device_mesh("cpu", (2,))
-    found = dr.data.from_pretrained(folder, node=mesh)
-    ids = torch.arange(8).reshape(1, 8)
-    torch.testing.assert_close(found(ids.to(mesh.device)).logits.detach().cpu(), model(ids).logits.detach())
-
-
-def test_what_no_file_has_begins_anew_or_is_refused(
-    session: object, llama: tuple[Path, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    folder, _ = llama
-    found = dr.data.from_pretrained(folder, node=1, cls=transformers.AutoModelForSequenceClassification)
-    assert "has no score.weight: they begin with new values" in caplog.text
-    assert 0 < found.score.weight.std().item() < 1
-    (folder / "config.json").rename(folder / "other.json")
-    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
-        dr.data.from_pretrained(folder, node=1)
-    (folder / "config.json").write_text(json.dumps({"model_type": "of my own"}), encoding="utf-8")
-    with pytest.raises(dr.errors.NotSupportedError, match="no model type 'of my own'"):
-        dr.data.from_pretrained(folder, node=1)
+    there = ids.to(model.device)
+    torch.testing.assert_close(model(there).logits.detach().cpu(), here(ids).logits.detach())
+    if not on_mesh:
+        assert model.generate(there, max_new_tokens=2, do_sample=False).shape == (1, 10)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import distruntime as dr
-from distruntime_worker.collectives.data_channel import device_group, prepare
+from distruntime_worker.collectives.data_channel import prepare, torch_group
 from distruntime_worker.collectives.data_channel.device_group import DeviceGroup, Queued
 from distruntime_worker.collectives.data_channel.nccl import NCCL
 from distruntime_worker.collectives.data_channel.xccl import XCCL
@@ -47,9 +47,9 @@ class Pretended:
 def channel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceGroup]:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
     name = f"ProcessGroup{request.param.__name__}"
-    monkeypatch.setattr(device_group.dist, name, Pretended, raising=False)
-    monkeypatch.setattr(DeviceGroup, "_on_device", lambda self: nullcontext())
-    monkeypatch.setattr(DeviceGroup, "_queued", lambda self, work: work)
+    monkeypatch.setattr(torch_group.dist, name, Pretended, raising=False)
+    monkeypatch.setattr(DeviceGroup, "_here", lambda self: nullcontext())
+    monkeypatch.setattr(DeviceGroup, "_done", lambda self, work: work)
     membership: Any = dr.distributed.Membership(1, 2, torch.device("cuda:1"), "127.0.0.1", 5.0, None)  # type: ignore[arg-type]
     yield request.param(membership)
 

@@ -13,29 +13,23 @@ import logging
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import lru_cache
-from typing import Any, final
+from typing import final
 
 import torch
-import torch.distributed
 
 from distruntime.errors import ConfigurationError
 from distruntime.wire.data_channel import (
     MOVES,
     REDUCES,
     Capabilities,
-    DataChannel,
     Membership,
-    Reduction,
     numbers,
 )
 from distruntime.wire.deadlines import MEET
 
 from ..listening import LISTENING, Endpoint, TCPSockets, next_descriptors, sockets_among, tcp_sockets
 from ..store import GroupStore
-
-# Torch's stubs leave out what is used here.
-dist: Any = torch.distributed  # type: ignore[explicit-any]
+from .torch_group import TorchGroup, dist
 
 log = logging.getLogger("distruntime.worker")
 
@@ -58,7 +52,7 @@ _OPENED = 24
 
 
 @final
-class Gloo(DataChannel):
+class Gloo(TorchGroup):
     """Every collective of torch.distributed, over TCP."""
 
     capabilities = Capabilities(
@@ -161,55 +155,6 @@ class Gloo(DataChannel):
             'Where others can be on the way, use data_channel="tcp+tls"'
         )
 
-    def send(self, data: torch.Tensor, to: int, tag: int) -> None:
-        self._group.send([data], to, tag).wait()
-
-    def receive(self, data: torch.Tensor, source: int, tag: int) -> None:
-        self._group.recv([data], source, tag).wait()
-
-    def broadcast(self, data: torch.Tensor, root: int) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        self._group.broadcast([data], options).wait()
-
-    def all_gather(self, output: torch.Tensor, data: torch.Tensor) -> None:
-        self._group._allgather_base(output, data).wait()
-
-    def gather(self, output: torch.Tensor | None, data: torch.Tensor, root: int) -> None:
-        options = dist.GatherOptions()
-        options.rootRank = root
-        self._group.gather(
-            [list(output.chunk(self.size))] if output is not None else [], [data], options
-        ).wait()
-
-    def scatter(self, output: torch.Tensor, data: torch.Tensor | None, root: int) -> None:
-        options = dist.ScatterOptions()
-        options.rootRank = root
-        self._group.scatter(
-            [output], [list(data.chunk(self.size))] if data is not None else [], options
-        ).wait()
-
-    def all_to_all(
-        self, output: torch.Tensor, data: torch.Tensor, output_splits: list[int], data_splits: list[int]
-    ) -> None:
-        self._group.alltoall_base(output, data, output_splits, data_splits).wait()
-
-    def barrier(self) -> None:
-        self._group.barrier().wait()
-
-    def all_reduce(self, data: torch.Tensor, op: Reduction) -> None:
-        self._group.allreduce([data], _all_reduce(op.name)).wait()
-
-    def reduce(self, data: torch.Tensor, root: int, op: Reduction) -> None:
-        options = dist.ReduceOptions()
-        options.rootRank, options.reduceOp = root, getattr(dist.ReduceOp, op.name)
-        self._group.reduce([data], options).wait()
-
-    def reduce_scatter(self, output: torch.Tensor, data: torch.Tensor, op: Reduction) -> None:
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = getattr(dist.ReduceOp, op.name)
-        self._group._reduce_scatter_base(output, data, options).wait()
-
     def abort(self) -> None:
         # gloo can be stopped from outside in one way only: an operation that times out closes every
         # connection of its group, and what waits raises. An operation with a member that is gone does not
@@ -271,10 +216,3 @@ def _word(secret: bytes, source: int, to: int) -> torch.Tensor:
     return torch.frombuffer(
         bytearray(hmac.digest(secret, f"gloo {source} {to}".encode("ascii"), "sha256")), dtype=torch.uint8
     )
-
-
-@lru_cache(maxsize=16)
-def _all_reduce(name: str) -> object:
-    options = dist.AllreduceOptions()
-    options.reduceOp = getattr(dist.ReduceOp, name)
-    return options

@@ -17,7 +17,8 @@ from distruntime.wire.data_channel import (
 )
 
 from ..listening import interface_of
-from .device_group import DeviceGroup, dist
+from .device_group import DeviceGroup
+from .torch_group import dist
 
 _REDUCED = numbers(torch.int16)
 
@@ -42,7 +43,7 @@ class NCCL(DeviceGroup):
     def __init__(self, membership: Membership) -> None:
         super().__init__(membership)
         _bind(membership.host)
-        with self._on_device():
+        with self._here():
             self._group = dist.ProcessGroupNCCL(
                 membership.store, self.rank, self.size, self._options(dist.ProcessGroupNCCL)
             )

@@ -8,7 +8,8 @@ import torch
 
 from distruntime.wire.data_channel import MOVES, REDUCES, Capabilities, Membership, numbers
 
-from .device_group import DeviceGroup, dist
+from .device_group import DeviceGroup
+from .torch_group import dist
 
 
 @final
@@ -26,7 +27,7 @@ class XCCL(DeviceGroup):
 
     def __init__(self, membership: Membership) -> None:
         super().__init__(membership)
-        with self._on_device():
+        with self._here():
             self._group = dist.ProcessGroupXCCL(
                 membership.store, self.rank, self.size, self._options(dist.ProcessGroupXCCL)
             )

@@ -37,35 +37,29 @@ _PACKAGES = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "tqdm": "tqd
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
 
 
+def _failed(error: Exception) -> int:
+    """Print what went wrong; return the exit status for it."""
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    return 1
+
+
 def _look(options: argparse.Namespace) -> int:
-    try:
-        options.timeout = LOOK.get(options.timeout, "--timeout")
-        # It imports torch, which takes two seconds.
-        looking = importlib.import_module(".looking", __package__)
-        status: int = getattr(looking, options.command)(options)
-        return status
-    except DistruntimeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+    options.timeout = LOOK.get(options.timeout, "--timeout")
+    # It imports torch, which takes two seconds.
+    looking = importlib.import_module(".looking", __package__)
+    status: int = getattr(looking, options.command)(options)
+    return status
 
 
 def _why_slow(options: argparse.Namespace) -> int:
-    try:
-        # It imports torch, which takes two seconds.
-        print(repr(importlib.import_module(".timeline.why_slow", __package__).why_slow(options.trace)))
-        return 0
-    except DistruntimeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+    # It imports torch, which takes two seconds.
+    print(repr(importlib.import_module(".timeline.why_slow", __package__).why_slow(options.trace)))
+    return 0
 
 
 def _key() -> int:
-    try:
-        # The module is not imported at the top, because nobody else needs signatures.
-        print(importlib.import_module("distruntime.publishing.signing").public_line())
-    except ConfigurationError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+    # The module is not imported at the top, because nobody else needs signatures.
+    print(importlib.import_module("distruntime.publishing.signing").public_line())
     return 0
 
 
@@ -103,19 +97,12 @@ def _begin(options: argparse.Namespace, **more: object) -> Session:
 
 
 def _comm(options: argparse.Namespace) -> int:
-    """Print how fast the collectives are; return 1 where one is wrong or cannot be."""
-    try:
-        sizes = [_nbytes(text) for text in options.sizes.split(",")]
-        with _begin(options, data_channel=options.data_channel):
-            # It imports torch, which takes two seconds.
-            found = importlib.import_module(".testing.collectives", __package__).check_collectives(
-                sizes=sizes
-            )
-            print(found)
-        return 0
-    except (DistruntimeError, AssertionError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+    """Print how fast the collectives are; raise where one is wrong or cannot be."""
+    sizes = [_nbytes(text) for text in options.sizes.split(",")]
+    with _begin(options, data_channel=options.data_channel):
+        # It imports torch, which takes two seconds.
+        print(importlib.import_module(".testing.collectives", __package__).check_collectives(sizes=sizes))
+    return 0
 
 
 def _nbytes(text: str) -> int:
@@ -132,8 +119,7 @@ def _repl(options: argparse.Namespace) -> int:
     try:
         session = _begin(options)
     except DistruntimeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return _failed(error)
     torch, distruntime = importlib.import_module("torch"), importlib.import_module(__package__)
     names = {"torch": torch, "dr": distruntime, "session": session}
     try:
@@ -185,8 +171,7 @@ def _run(options: argparse.Namespace) -> int:
             as_cuda="force all" if options.all else "force" if options.as_cuda else False,
         )
     except DistruntimeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return _failed(error)
     # What was imported stays, and nothing of the script's is there yet. So each later collection passes over
     # torch, as does the last one: a script that does nothing ends 0.8 s sooner (2026-11, 2 cores).
     gc.freeze()
@@ -259,8 +244,7 @@ def _torchrun(options: argparse.Namespace, addresses: list[str] | None) -> int:
         status: int = torchrun.run_script(options.torchrun, options.script, options.arguments, options.module)
         return status
     except DistruntimeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return _failed(error)
     finally:
         if session is not None:
             session.shutdown(raise_unread=False)
@@ -282,24 +266,28 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = command_parser(__doc__)
     options = parser.parse_args(arguments)
+    try:
+        match options.command:
+            case "comm":
+                return _comm(options)
+            case "key":
+                return _key()
+            case "status" | "stop" | "top" | "sessions" | "stacks":
+                return _look(options)
+            case "why-slow":
+                return _why_slow(options)
+    except (DistruntimeError, AssertionError) as error:
+        return _failed(error)
     match options.command:
         case "demo":
             return _demo()
         case "repl":
             return _repl(options)
-        case "comm":
-            return _comm(options)
         case "run":
             return _run(options)
         case "launch":
             status: int = importlib.import_module(".launch", __package__).launch(options)
             return status
-        case "key":
-            return _key()
-        case "status" | "stop" | "top" | "sessions" | "stacks":
-            return _look(options)
-        case "why-slow":
-            return _why_slow(options)
     parser.print_help()
     return 0
 

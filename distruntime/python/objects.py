@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 import msgpack
 
 from ..errors import ProtocolError, UsageError, drop_frames, without_our_frames
-from ..log.handle import Handle, new_value
+from ..log.handle import Handle, Residence, new_value
 from ..log.line import user_line
 from ..log.spec import NO_TENSOR, spec_from_wire
 from ..operators.ask_worker import ask_specs
@@ -62,7 +62,7 @@ class RemoteObject(Operand, Fetchable):
         """Issue what the worker does under a name with this object."""
         maker = self._maker
         callee = maker.child(what, shown or f"{maker.name} {what}", what)
-        return invoke(callee, _of_objects, (self, *args), {}, None, RemoteObject)
+        return issued(callee, _of_objects, self, *args)
 
     def _kept(self, what: str) -> RemoteObject:
         """Issue what the worker does under a name, and whose result is an object: nobody is asked what it is.
@@ -70,11 +70,7 @@ class RemoteObject(Operand, Fetchable):
         Return at once.
         """
         maker = self._maker
-        found = invoke(
-            maker.child(what, f"{maker.name} {what}", what), _kept, (self,), {}, None, RemoteObject
-        )
-        assert isinstance(found, RemoteObject)
-        return found
+        return object_of(maker.child(what, f"{maker.name} {what}", what), self)
 
     def __call__(self, *args: object, **kwargs: object) -> Result:
         """Call it on its worker."""
@@ -294,10 +290,8 @@ class RemoteMethod(RemoteObject):
         if name == "_handle":
             # Whoever wants the method as a value gets it here.
             callee = self._maker.child("getattr", self._maker.name, f"getattr {self._name}")
-            found = invoke(callee, _kept, (self._owner,), {}, None, RemoteObject)
-            assert isinstance(found, RemoteObject)
-            _set(self, "_handle", found._handle)
-            return found._handle
+            _set(self, "_handle", object_of(callee, self._owner)._handle)
+            return self._handle
         return super().__getattr__(name)
 
     def __call__(self, *args: object, **kwargs: object) -> Result:
@@ -349,9 +343,21 @@ def _next_of(held: object) -> object:
     assert isinstance(held, RemoteObject)
     maker = held._maker
     callee = maker.child("next", f"next of {maker.name}", "next")
-    found = invoke(callee, _asking, (held,), {}, None, RemoteObject)
+    found = issued(callee, _asking, held)
     if found is END:
         raise StopIteration
+    return found
+
+
+def issued(callee: Callee, options: Options, *args: object, home: Residence | None = None) -> object:
+    """Issue a call; return its result."""
+    return invoke(callee, options, args, {}, home, RemoteObject)
+
+
+def object_of(callee: Callee, *args: object, home: Residence | None = None) -> RemoteObject:
+    """Issue a call whose result is an object, so that nobody is asked what it is. Return at once."""
+    found = issued(callee, _kept, *args, home=home)
+    assert isinstance(found, RemoteObject)
     return found
 
 

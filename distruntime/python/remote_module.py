@@ -15,7 +15,7 @@ from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
 from .call import invoke
 from .callee import Callee, Code, Function, Options
-from .objects import RemoteObject, Result
+from .objects import RemoteObject, Result, issued, object_of
 from .remote import RemoteFunction, residence_of
 
 _host, _unpack = Callee("RemoteModule", "host"), Callee("RemoteModule", "unpack")
@@ -47,7 +47,7 @@ class _There:
     def tell(self, what: str, *args: object) -> None:
         """Call a method of the module's host. Return at once."""
         callee = _host.child(what, f"{self.name}.{what}", f"method {what}")
-        invoke(callee, _kept, (self.hosted, *args), {}, None, RemoteObject)
+        object_of(callee, self.hosted, *args)
 
 
 def _refuse_hook(self: RemotePart, *args: object, **kwargs: object) -> NoReturn:
@@ -206,15 +206,14 @@ class RemoteModule(torch.nn.Module):
         self._kind = callee.code.digest.hex() if callee.code is not None else ""
         with torch.no_grad():
             made = invoke(callee, _kept, args, kwargs, home, RemoteObject)
-            self._become(invoke(_host, _kept, (made,), {}, home, RemoteObject))
+            self._become(object_of(_host, made, home=home))
 
-    def _become(self, hosted: object) -> None:
+    def _become(self, hosted: RemoteObject) -> None:
         """Take the tensors of a module that a worker has."""
-        assert isinstance(hosted, RemoteObject)
         self._there.hosted = hosted
         with torch.no_grad():
             tensors = _host.child("tensors", f"{self._name}.parameters", "method tensors")
-            found = invoke(tensors, _asking, (hosted,), {}, None, RemoteObject)
+            found = issued(tensors, _asking, hosted)
         assert isinstance(found, tuple)
         parameters, buffers, names = found[0], found[1], dict(fetch(found[2]))
         for path in names["parts"]:
@@ -377,10 +376,10 @@ class RemoteModule(torch.nn.Module):
         if home is not None and home is not hosted._handle.place:
             callee = _host.child("packed", f"{self._name}.to", "method packed")
             with torch.no_grad():
-                packed = invoke(callee, _asking, (hosted,), {}, None, RemoteObject)
+                packed = issued(callee, _asking, hosted)
                 assert isinstance(packed, torch.Tensor)
                 moved = packed.to(home.place)
-                self._become(invoke(_unpack, _kept, (moved, home.place), {}, home, RemoteObject))
+                self._become(object_of(_unpack, moved, home.place, home=home))
         elif dtype is not None:
             self._become(hosted)
         return self

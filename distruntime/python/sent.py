@@ -16,9 +16,9 @@ from ..log.log import relieve
 from ..session.requests import Request
 from ..session.session import active_session
 from ..session.spelling import is_node, named, on_node
-from .call import ASK, OWN, Call, Question, invoke
+from .call import ASK, OWN, Call, Question
 from .callee import Callee, Code, Function, Options
-from .objects import RemoteObject
+from .objects import RemoteObject, issued
 from .pickling import pack
 
 _objects = Options(returns=object, random=False)
@@ -30,11 +30,9 @@ def callee_of(function: Function, name: str) -> Callee:
     return Code.callee(function, name)
 
 
-def run_at(
-    home: Residence, function: Function, name: str, *args: object, options: Options = _objects
-) -> object:
-    """Call a function on a worker. Return its result at once: an object there, unless `options` say more."""
-    return invoke(callee_of(function, name), options, args, {}, home, RemoteObject)
+def run_at(home: Residence, function: Function, name: str, *args: object) -> object:
+    """Call a function on a worker. Return its result at once, which is an object there."""
+    return issued(callee_of(function, name), _objects, *args, home=home)
 
 
 def ask_ahead(

@@ -43,15 +43,13 @@ from ..tensors.tensor import DistributedTensor
 from ..tensors.trees import joined
 from ..tensors.uneven import UnevenTensor, shapes_of
 from ..wire.shield import Lock
-from .call import invoke
 from .callee import Callee, Code, Latest, Options, forget, require_python, upload_bytes
-from .objects import RemoteObject
+from .objects import RemoteObject, issued, object_of
 from .pickling import Operand, pack
 from .results import ByRank
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_of_objects = Options(returns=object)
 # So many functions are kept on a worker for each mesh, those that were called last.
 _MOST_CODE = 256
 
@@ -82,13 +80,11 @@ class _Team:
         for number, (node, ranks) in enumerate(log.ranks.items()):
             devices = [str(log.members[k].local_device) for k in ranks]
             args = (ranks, len(log.members), number, len(log.ranks), devices, node.index)
-            made = invoke(self._callee, _of_objects, args, {}, self.places[node], RemoteObject)
-            assert isinstance(made, RemoteObject)
-            self._members[node] = made
+            self._members[node] = object_of(self._callee, *args, home=self.places[node])
         node, first = next(iter(self._members.items()))
         listen = Callee("dr.spmd", "method listen")
         try:
-            found = fetch(invoke(listen, _of_objects, (first, proposed(node)), {}, None, RemoteObject))
+            found: object = fetch(object_of(listen, first, proposed(node)))
         except DistruntimeError:
             # What the other workers have failed with is known with this.
             for members in self._members.values():
@@ -110,10 +106,7 @@ class _Team:
         Raise `ConnectionFailed` if one cannot within the time that workers have to find each other.
         """
         reach, (host, port) = Callee("dr.spmd", "method reach"), self._address
-        asked = {
-            node: invoke(reach, _of_objects, (members, host, port), {}, None, RemoteObject)
-            for node, members in self._members.items()
-        }
+        asked = {node: object_of(reach, members, host, port) for node, members in self._members.items()}
         for node, request in asked.items():
             if why := fetch(request):
                 raise ConnectionFailed(
@@ -162,14 +155,7 @@ class _Team:
         parts = [part._handle for part in running.values()]
         options = Options(returns=returns)
         found = [
-            invoke(
-                callee.child(f"rank {k}", name, "method take"),
-                options,
-                (running[node], lane),
-                {},
-                None,
-                RemoteObject,
-            )
+            issued(callee.child(f"rank {k}", name, "method take"), options, running[node], lane)
             for k, (node, lane) in enumerate(self.log.lanes)
         ]
         leaves = [getattr(leaf, "_handle", None) for leaf in tree_leaves(found)]
@@ -193,17 +179,11 @@ class _Team:
         try:
             for node, members in self._members.items():
                 own = [[self._at(operand, k) for operand in operands] for k in self.log.ranks[node]]
-                running[node] = invoke(
+                running[node] = object_of(
                     callee.child("beside", f"{name}{BESIDE}", "method run") if running else callee,
-                    _of_objects,
-                    (
-                        members, call, *self._address, name, code.digest, sent[node], packed, own,
-                        wants, torch.is_grad_enabled(), timeout,
-                    ),
-                    {},
-                    None,
-                    RemoteObject,
-                )  # type: ignore[assignment]  # fmt: skip
+                    *(members, call, *self._address, name, code.digest, sent[node], packed, own),
+                    *(wants, torch.is_grad_enabled(), timeout),
+                )
         except BaseException:
             # The others would wait for a part that was not issued: its worker is lost, or Ctrl-C came.
             if running:
@@ -214,8 +194,7 @@ class _Team:
             # A worker where the call has not begun tells the others why. Its own part says that.
             after = self._callee.child("after", name, "members after")
             for node, members in self._members.items():
-                told = (members, call, *self._address, name, running[node])
-                invoke(after, _of_objects, told, {}, None, RemoteObject)
+                object_of(after, members, call, *self._address, name, running[node])
         return running
 
     def _callee_of(

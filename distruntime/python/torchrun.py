@@ -25,9 +25,8 @@ from ..session.meeting import proposed
 from ..session.session import active_session
 from ..session.spelling import on_node
 from ..tensors.fetch import fetch, fetch_async
-from .call import invoke
-from .callee import Callee, Options
-from .objects import RemoteObject
+from .callee import Callee
+from .objects import object_of
 
 # One command is for all nodes, so what torchrun is told on each of them is known here.
 _SAID_HERE = ("--nnodes", "--node-rank", "--master-addr", "--master-port", "--local-addr")
@@ -142,9 +141,7 @@ class _Agent:
         self.node, self.run = node, uuid.uuid4().hex
         self._callee = Callee("torchrun", "agent")
         home = session.places.residence(on_node(session.places, node.index))
-        made = invoke(self._callee, _of_objects, (), {}, home, RemoteObject)
-        assert isinstance(made, RemoteObject)
-        self._object = made
+        self._object = object_of(self._callee, home=home)
         match self.ask("reached_at", proposed(node)):
             case (str(host), int(port)):
                 self.host, self.port = host, port
@@ -156,7 +153,7 @@ class _Agent:
     def issue(self, method: str, *args: object) -> object:
         """Have a method run there. Return at once."""
         callee = self._callee.child(method, f"torchrun {method}", f"method {method}")
-        return invoke(callee, _of_objects, (self._object, *args), {}, None, RemoteObject)
+        return object_of(callee, self._object, *args)
 
     def ask(self, method: str, *args: object) -> object:
         """Return what a method returns there."""
@@ -189,9 +186,6 @@ class _Agent:
             own = "" if text.startswith("[node ") else f"[node {self.node.index}] "
             print(f"{own}{text}", flush=True)
         return bool(data)
-
-
-_of_objects = Options(returns=object)
 
 
 def _followed(agents: Sequence[_Agent]) -> int:

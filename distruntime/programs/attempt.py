@@ -26,19 +26,8 @@ from .garbage import young_cycles_end
 from .handlers import Handlers
 from .recorder import record, taping
 from .recording import Name
-from .run import (
-    Run,
-    Stripped,
-    dressed,
-    handle_of,
-    local_leaf,
-    replaced,
-    require_unchanged,
-    returned_from,
-    state_behind,
-    stripped,
-    unsteady,
-)
+from .returned import Stripped, dressed, handle_of, local_leaf, returned_from, stripped
+from .run import Run, replaced, require_unchanged, state_behind, unsteady
 from .side_effects import LocalDraws, watched
 
 

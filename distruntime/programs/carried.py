@@ -20,7 +20,8 @@ from ..log.handle import Residence
 from ..log.spec import Spec
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import HELD, MADE
-from .run import Run, layout_of
+from .returned import layout_of
+from .run import Run
 
 # What a call must find at a path: the tensor's metadata and place, and whether it wants a gradient; or None.
 Kind = tuple[Spec, Residence, bool] | tuple[()]

@@ -24,7 +24,8 @@ from .carried import Carried, Taken
 from .graphs import given
 from .layout import Layout, is_new, kept_behind, memories_of
 from .recording import Name
-from .run import Run, laid_out
+from .returned import laid_out
+from .run import Run
 from .vain import Tries
 
 # This is an argument, a tensor that is held, or a value that is returned.

@@ -20,7 +20,7 @@ from .begins import Placed, begins_of
 from .handlers import Handlers
 from .kinds import Kinds
 from .plan import Plan
-from .run import Stripped, dressed, laid_out, stripped
+from .returned import Stripped, dressed, laid_out, stripped
 from .side_effects import others_run
 from .signature import signature_of
 from .turns import Recorder, Turns

@@ -6,39 +6,20 @@ from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec
 
-from ..errors import NotSupportedError
 from ..guards.arithmetic import Term, explained
 from ..guards.marks import Marks, changed
-from ..guards.reachable import Reachable, local_of
+from ..guards.reachable import Reachable
 from ..guards.seen import PLAIN, Key, Seen, same
-from ..log.handle import Handle
 from ..log.spec import Spec
 from ..log.tape import not_in_a_program, refused
-from ..operators.proxies import of_a_function, view_of, wrap, wrap_within
 from ..tensors.tensor import DistributedTensor
-from ..wire.messages import ARGUMENT, HELD, MADE
+from ..wire.messages import HELD, MADE
 from .begins import Begins, Moves, alike, followed, line_of_offset
 from .garbage import still_held
-from .graphs import given
 from .recording import Name, Recording, difference
-
-# The mesh, placements, shape and strides of a DTensor.
-Layout = tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...], tuple[int, ...]] | None
-
-
-@dataclass(frozen=True)
-class Returned:
-    """A leaf of what a function returned: a value with its name, or a plain one."""
-
-    name: Name | None
-    spec: Spec | None
-    wants_grad: bool
-    plain: object
-    layout: Layout = None
+from .returned import Returned, alike_results
 
 
 @dataclass
@@ -74,7 +55,7 @@ class Run:
         if self.state != other.state:
             paths = [p for p in {**self.state, **other.state} if self.state.get(p) != other.state.get(p)]
             return f"it leaves another value at {paths[0]}"
-        if self.tree != other.tree or not all(map(_alike, self.returned, other.returned)):
+        if self.tree != other.tree or not alike_results(self.returned, other.returned):
             return "it returns something else: plain values must be the same at each call"
         odd_specs = [p for p, spec in self.specs.items() if other.specs.get(p, spec) is not spec]
         if odd_specs:
@@ -131,166 +112,12 @@ class Run:
         line = line_of_offset(self.recording, other.recording)
         if (difference(self.recording, other.recording) or self._number_differs(other)) and not line:
             return ""
-        if not all(map(_alike, self.returned, other.returned)) or self.crossed.keys() != other.crossed.keys():
+        if not alike_results(self.returned, other.returned) or self.crossed.keys() != other.crossed.keys():
             return ""
         if not all(alike(spec, other.specs.get(path, spec)) for path, spec in self.specs.items()):
             return ""
         what = f"an offset does\n  issued at {line}" if line else "what it leaves or returns does"
         return f"it depends on where its arguments begin in their memory: {what}"
-
-
-def _alike(one: Returned, other: Returned) -> bool:
-    if one.name is not None and one.name[0] == HELD and one.spec is not other.spec:
-        return False
-    named = (one.name, one.wants_grad) == (other.name, other.wants_grad) and alike(one.spec, other.spec)
-    return named and one.layout == other.layout and same(one.plain, other.plain)
-
-
-@dataclass
-class Stripped:
-    """What a function returned, without graphs: its leaves, and which of them had a graph."""
-
-    leaves: list[object]
-    tree: TreeSpec
-    graphs: list[bool]
-    layouts: list[Layout]
-
-
-def layout_of(leaf: object) -> Layout:
-    """Return what a DTensor on a mesh is besides the tensor of its members; None of anything else."""
-    if type(leaf) is DistributedTensor or not isinstance(local_of(leaf), DistributedTensor):
-        return None
-    assert isinstance(leaf, DTensor)
-    return leaf.device_mesh, tuple(leaf.placements), tuple(leaf.shape), tuple(leaf.stride())
-
-
-def local_leaf(leaf: object) -> object:
-    """Return the tensor of the members of a DTensor, and anything else as it is."""
-    local = local_of(leaf)
-    return local if isinstance(local, DistributedTensor) else leaf
-
-
-def laid_out(leaf: object, layout: Layout) -> object:
-    """Return the tensor of a mesh's members as the DTensor that it is to be."""
-    if layout is None or not isinstance(leaf, DistributedTensor):
-        return leaf
-    mesh, placements, shape, stride = layout
-    return DTensor.from_local(leaf, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-
-
-def stripped(result: object, known: Collection[int], name: str) -> Stripped:
-    """Return what a function returned, its new tensors without the graphs that made them.
-
-    `known` are the refs of what was there before: that is returned as it is.
-    """
-    flat, tree = tree_flatten(result)
-    leaves: list[object] = []
-    graphs: list[bool] = []
-    layouts: list[Layout] = []
-    for leaf in flat:
-        graph, layout, local = False, layout_of(leaf), local_leaf(leaf)
-        layouts.append(layout)
-        if type(leaf) is DistributedTensor or layout is not None:
-            assert isinstance(local, DistributedTensor)
-            new = local._handle.ref not in known
-            graph = new and leaf.requires_grad
-            leaf = _bare(local, known) if new else local
-        elif not isinstance(leaf, PLAIN):
-            what = (
-                "a local tensor" if isinstance(leaf, torch.Tensor) else f"an object of {type(leaf).__name__}"
-            )
-            raise NotSupportedError(
-                f"the program {name!r} returns {what}: a replay could not make it anew\n"
-                "  return remote tensors and plain values, in lists, tuples and dictionaries"
-            )
-        leaves.append(leaf)
-        graphs.append(graph)
-    return Stripped(leaves, tree, graphs, layouts)
-
-
-@dataclass
-class _Bare:
-    """A tensor that was returned, until its graph is gone.
-
-    `proxy` is one without a graph, and shares the count of its writes. A view has its base: the tensor, if
-    that was there before, and its ref.
-    """
-
-    handle: Handle
-    proxy: DistributedTensor
-    base: DistributedTensor | None
-    base_ref: int
-    view: object
-
-
-def _bare(tensor: DistributedTensor, known: Collection[int]) -> _Bare:
-    proxy: DistributedTensor = wrap_within(DistributedTensor, tensor._handle, tensor)
-    base: object = tensor._base
-    if not isinstance(base, DistributedTensor):
-        return _Bare(tensor._handle, proxy, None, 0, None)
-    ref = base._handle.ref
-    return _Bare(tensor._handle, proxy, base if ref in known else None, ref, view_of(tensor))
-
-
-def dressed(found: Stripped, kept: Collection[int], name: str) -> list[object]:
-    """Return the leaves as the caller gets them, in place of what `stripped` has put there.
-
-    What stays in an object too (`kept`) is renewed there by each replay, so the caller gets another name of
-    the value. A replay counts as a write to that object's tensor, and the caller's is not written to.
-    """
-    leaves = [*found.leaves]
-    bare = {k: leaf for k, leaf in enumerate(leaves) if isinstance(leaf, _Bare)}
-    ready: dict[int, DistributedTensor] = {}
-    firsts: dict[int, DistributedTensor] = {}
-    # A base comes before its views.
-    for k, leaf in sorted(bare.items(), key=lambda item: item[1].base_ref != 0):
-        handle = leaf.handle
-        if leaf.base is not None and leaf.base._handle.ref in kept:
-            # A view would hold the object's tensor, and nobody else may hold what a replay renews.
-            leaves[k] = given(handle, name, found.graphs[k])
-            continue
-        base = ready.get(leaf.base_ref) if leaf.base is None else leaf.base
-        if handle.ref in kept:
-            plain: DistributedTensor = wrap(DistributedTensor, handle)
-            leaves[k] = given(plain.data._handle, name, found.graphs[k])  # type: ignore[attr-defined]
-            continue
-        view, graph = None if base is None else leaf.view, found.graphs[k]
-        if base is None and leaf.base_ref in firsts and not graph:
-            # Views of what is not returned would give each other gradients through it.
-            base, view = firsts[leaf.base_ref], of_a_function(handle.spec)
-        proxy = given(handle, name, graph, leaf.proxy if view is None else base, view)
-        if leaf.base_ref and not graph:
-            firsts.setdefault(leaf.base_ref, proxy)
-        leaves[k] = ready[handle.ref] = proxy
-    return leaves
-
-
-def handle_of(leaf: object) -> Handle | None:
-    """Return the handle of a returned tensor."""
-    if isinstance(leaf, _Bare):
-        return leaf.handle
-    return leaf._handle if isinstance(leaf, DistributedTensor) else None
-
-
-def returned_from(
-    found: Stripped, recording: Recording, arguments: dict[int, int], paths: dict[int, str]
-) -> list[Returned]:
-    """Return the names of what a function returned. The refs of arguments and of what was found are given."""
-    described = []
-    for leaf, graph, layout in zip(found.leaves, found.graphs, found.layouts):
-        handle = handle_of(leaf)
-        if handle is None:
-            described.append(Returned(None, None, False, leaf))
-            continue
-        name: Name
-        if handle.ref in recording.made:
-            name = MADE, recording.made[handle.ref]
-        elif handle.ref in arguments:
-            name = ARGUMENT, arguments[handle.ref]
-        else:
-            name = HELD, paths.get(handle.ref, "?")
-        described.append(Returned(name, handle.spec, graph, None, layout))
-    return described
 
 
 def require_unchanged(before: Reachable, after: Reachable, steps: Container[int]) -> None:

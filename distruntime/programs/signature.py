@@ -11,7 +11,7 @@ from ..errors import UsageError
 from ..guards.seen import PLAIN
 from ..log.line import line_text, user_line
 from ..tensors.tensor import DistributedTensor
-from .run import layout_of, local_leaf
+from .returned import layout_of, local_leaf
 
 
 def signature_of(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[object], object]:

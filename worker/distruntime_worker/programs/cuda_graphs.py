@@ -1,10 +1,9 @@
 """CUDA graphs: the kernels of a program as one launch, captured behind a few runs as straight-line code.
 
-A graph reads and writes the addresses that it was captured with. So operands are copied into memory of its
-own, and what it makes is copied out. Held tensors are read where they are, as long as they stay there. So are
-fixed operands, which were in one and the same memory in each run before the capture: the parameters of a
-model, and views of them. What cannot be captured runs as straight-line code, and the program's user is told
-why.
+Operands are copied for a graph, and what it makes is copied out (`capture.py`). Held tensors are read where
+they are, as long as they stay there. So are fixed operands, which were in one and the same memory in each run
+before the capture: the parameters of a model, and views of them. What cannot be captured runs as
+straight-line code, and the program's user is told why.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from distruntime.wire.messages import ARGUMENT, HELD, MADE, Plain
 
 from ..values.step import Slots, Step, Words
+from .capture import Device, Graph, Place, Refused, is_plain, kind_of, place_of
 from .definition import Definition, Name
 from .regions import placed_in
 from .source import Straight
@@ -33,16 +31,6 @@ _PATIENCE = 20
 # behind a capture is copied, however long it stays then.
 _MOST = 4
 _EARLY = f"no graph yet: it is captured behind {_WARM} runs as straight-line code"
-
-
-class Device(Protocol):
-    """What captures kernels and launches them again."""
-
-    def refusal(self, device: torch.device) -> str:
-        """Say why nothing can be captured on a device, or return nothing."""
-
-    def capture(self, device: torch.device, call: Callable[[], None]) -> Callable[[], None]:
-        """Note what `call` would launch, and launch nothing. Return what launches all of it."""
 
 
 class Cuda:
@@ -75,149 +63,6 @@ class Cuda:
         return graph.replay
 
 
-class _Refused(Exception):
-    """A program cannot be captured."""
-
-
-# What a graph takes for granted of a tensor, besides its address.
-_Kind = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, bool]
-
-
-class _Place(NamedTuple):
-    """Where an operand was. Its memory is held weakly, so that no graph keeps that of a model that is gone.
-
-    A backward pass gets views of parameters that are made anew each time, so no tensor itself is asked for.
-    """
-
-    memory: StorageWeakRef
-    address: int
-    offset: int
-    kind: _Kind
-
-    def has(self, value: torch.Tensor) -> bool:
-        """Whether a tensor is there, and alike. It may have been resized or set in place."""
-        return (
-            # While there is a weak reference, no other memory gets this number.
-            self.memory.cdata == value.untyped_storage()._cdata
-            and self.address == value.data_ptr()
-            and self.offset == value.storage_offset()
-            and self.kind == _kind(value)
-        )
-
-
-class _Output(NamedTuple):
-    """How a value that leaves the graph is made anew: a view of an input's memory, or of a copy."""
-
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    # It counts from where the input begins, or the copy's memory.
-    offset: int
-    # It is in the memory of this input, or in the copy of this number.
-    input: Name | None
-    copy: int
-    # It is here if it is in a held tensor's memory. Others would keep the memory of a fixed operand.
-    held: torch.Tensor | None
-
-
-class _Graph:
-    """One capture. `own` are its inputs that are copied into memory of its own, by name.
-
-    Whoever runs it knows that its fixed inputs are where they were. It keeps none of them.
-    """
-
-    def __init__(
-        self,
-        device: Device,
-        straight: Straight,
-        definition: Definition,
-        inputs: Mapping[Name, torch.Tensor],
-        copied: Collection[Name],
-        fixed: Collection[Name],
-    ) -> None:
-        self.own = {name: _static(inputs[name]) for name in copied}
-        self._held = {
-            name: (value, value.data_ptr())
-            for name, value in inputs.items()
-            if name not in self.own and name not in fixed
-        }
-        first = 1 + definition.tensors
-        words: Words = [0, *(-k for k in range(1, first + len(definition.results)))]
-        values: Slots = {}
-        given = {**inputs, **self.own}
-        for (kind, what), value in given.items():
-            values[-int(what) if kind == ARGUMENT else what] = value
-        where = next(iter(inputs.values())).device
-        self._launch = device.capture(where, lambda: straight(values, words, 0))
-        self._memories: list[torch.UntypedStorage] = []
-        places: dict[int, tuple[Name | None, int]] = {}
-        # Held tensors come last: in their memory, a result may have any dtype.
-        for name in (*fixed, *self.own, *self._held):
-            places[given[name].untyped_storage()._cdata] = name, -1
-        # What stays comes first, and then the results.
-        refs: list[Plain] = [*(ref for ref, _ in definition.kept), *words[first:]]
-        self._outputs = [self._output(values[ref], where, places, given) for ref in refs]
-
-    def _output(
-        self,
-        value: object,
-        where: torch.device,
-        places: dict[int, tuple[Name | None, int]],
-        given: Mapping[Name, torch.Tensor],
-    ) -> _Output:
-        if not isinstance(value, torch.Tensor) or not _plain(value) or value.device != where:
-            raise _Refused(f"it makes what is no plain tensor on {where}")
-        memory = value.untyped_storage()
-        if memory._cdata not in places:
-            places[memory._cdata] = None, len(self._memories)
-            self._memories.append(memory)
-        name, copy = places[memory._cdata]
-        held = value if name in self._held else None
-        offset = int(value.storage_offset())
-        if name is not None and held is None:
-            if given[name].dtype != value.dtype:
-                raise _Refused("it returns an argument's memory as another dtype")
-            offset -= int(given[name].storage_offset())
-        return _Output(value.dtype, value.size(), value.stride(), offset, name, copy, held)
-
-    def holds(self, inputs: Mapping[Name, torch.Tensor]) -> bool:
-        """Whether the held tensors are where they were."""
-        return all(
-            inputs[name] is value and value.data_ptr() == address
-            for name, (value, address) in self._held.items()
-        )
-
-    def takes(self, inputs: Mapping[Name, torch.Tensor]) -> bool:
-        """Whether the operands are of the kind that it was captured for."""
-        return all(_kind(inputs[name]) == _kind(own) for name, own in self.own.items())
-
-    def run(self, inputs: Mapping[Name, torch.Tensor], written: Collection[Name]) -> list[torch.Tensor]:
-        """Launch it; return what stays under the refs of `kept`, and then its results."""
-        # What it writes cannot be written twice, so nothing may fail behind the launch.
-        copies = [torch.UntypedStorage(memory.nbytes(), device=memory.device) for memory in self._memories]
-        for name, own in self.own.items():
-            own.copy_(inputs[name])
-        self._launch()
-        for name in written:
-            if name in self.own:
-                inputs[name].copy_(self.own[name])
-        for copy, memory in zip(copies, self._memories):
-            copy.copy_(memory)
-        return [self._anew(output, inputs, copies) for output in self._outputs]
-
-    def _anew(
-        self, output: _Output, inputs: Mapping[Name, torch.Tensor], copies: Sequence[torch.UntypedStorage]
-    ) -> torch.Tensor:
-        if output.input is None:
-            memory = copies[output.copy]
-            empty = torch.empty(0, dtype=output.dtype, device=memory.device)
-            return empty.set_(memory, output.offset, output.size, output.stride)
-        if output.held is not None:
-            return torch.ops.aten.alias(output.held)  # type: ignore[no-any-return]
-        base = inputs[output.input]
-        return base.as_strided(output.size, output.stride, base.storage_offset() + output.offset)
-
-
 class Graphs:
     """The graph of one program. `written` are the arguments and held values that the program writes, and
     `moved` the refs that name another value when it has run. `alone` is whether no other stream of the
@@ -243,13 +88,13 @@ class Graphs:
         self._inputs = [name for name in read if name[0] in (ARGUMENT, HELD)]
         # Operands are copied, but for those in `_fixed`. `_changes` counts how often one was fixed in vain.
         self._operands = [name for name in self._inputs if name[0] == ARGUMENT or name[1] in moved]
-        self._fixed: dict[Name, _Place] = {}
+        self._fixed: dict[Name, Place] = {}
         self._changes: Counter[Name] = Counter()
         # It is what a master may ask for: "cudagraphs", or why there is none.
         self.state = _EARLY
         self._runs = self._moves = self._waited = 0
         self._over = False
-        self._graph: _Graph | None = None
+        self._graph: Graph | None = None
 
     def ran(self, straight: Straight, slots: Slots, p: Words, i: int) -> bool:
         """Run the instruction at `i` as a graph; return False, and do nothing, if it is not to be one."""
@@ -271,7 +116,7 @@ class Graphs:
         except Exception as error:
             self._over, self._graph = True, None
             text = str(error).strip().partition("\n")[0][:300]
-            if not isinstance(error, _Refused):
+            if not isinstance(error, Refused):
                 text = f"it cannot be captured: {type(error).__name__}: {text}"
             self.state = f"no CUDA graph: {text}, so it runs as straight-line code"
             self._warn(p, i, f"a program has {self.state}")
@@ -290,7 +135,7 @@ class Graphs:
                 return False
             self._require_capturable(inputs)
             self._fixed = {
-                name: _place(inputs[name])
+                name: place_of(inputs[name])
                 for name in self._operands
                 # What a run leaves in an object is another tensor each time.
                 if name[0] == ARGUMENT and self._changes[name] < _MOST
@@ -315,9 +160,9 @@ class Graphs:
             if graph is not None:
                 self._moves += 1
             if self._moves == _MOST:
-                raise _Refused("what it reads has other memory again and again")
+                raise Refused("what it reads has other memory again and again")
             self._fixed, self._graph = fixed, None
-            self._graph = _Graph(self._device, straight, self._definition, inputs, copied, fixed)
+            self._graph = Graph(self._device, straight, self._definition, inputs, copied, fixed)
             self.state = "cudagraphs"
         return True
 
@@ -327,7 +172,7 @@ class Graphs:
         One call with another shape is straight-line code, and costs no graph.
         """
         return all(
-            place.kind == _kind(inputs[name]) for name, place in self._fixed.items() if name not in fixed
+            place.kind == kind_of(inputs[name]) for name, place in self._fixed.items() if name not in fixed
         )
 
     def _waits(self, inputs: Mapping[Name, torch.Tensor]) -> bool:
@@ -348,25 +193,25 @@ class Graphs:
         )
         why = self._device.refusal(where)
         if why:
-            raise _Refused(why)
+            raise Refused(why)
         if len(devices) != 1:
-            raise _Refused(f"its tensors are on {', '.join(sorted(map(str, devices))) or 'no device'}")
+            raise Refused(f"its tensors are on {', '.join(sorted(map(str, devices))) or 'no device'}")
         if self._definition.numbers:
-            raise _Refused("a number changes at each call")
+            raise Refused("a number changes at each call")
         if placed_in(self._definition, self._parts, self._operands):
-            raise _Refused("an offset counts from the begin of a memory of which it would have a copy")
+            raise Refused("an offset counts from the begin of a memory of which it would have a copy")
         for instruction in self._definition.instructions:
             part = self._parts[instruction.row]
             if part.lanes:
-                raise _Refused("several members of a mesh run it in turns")
+                raise Refused("several members of a mesh run it in turns")
             if part.pattern is None or not isinstance(part.pattern.call, torch._ops.OpOverload):
-                raise _Refused(f"{part.name} is no operator of torch's")
+                raise Refused(f"{part.name} is no operator of torch's")
             reads = any(kind in (ARGUMENT, HELD, MADE) for kind, _ in instruction.words)
             if not (part.devices or reads) or any(_elsewhere(device, where) for device in part.devices):
-                raise _Refused(f"{part.name} makes a tensor that is not on {where}")
-        odd = next((value for value in inputs.values() if not _plain(value)), None)
+                raise Refused(f"{part.name} makes a tensor that is not on {where}")
+        odd = next((value for value in inputs.values() if not is_plain(value)), None)
         if odd is not None:
-            raise _Refused("it reads a tensor that is sparse, or conjugated in place")
+            raise Refused("it reads a tensor that is sparse, or conjugated in place")
 
     def _apart(self, inputs: Mapping[Name, torch.Tensor], copied: Sequence[Name]) -> bool:
         """Whether no memory that it writes has another name in this run: operands are copied one by one."""
@@ -395,21 +240,3 @@ def graphs_for(
 ) -> Graphs | None:
     """Return what makes a graph of a program, if its master asks for that."""
     return Graphs(definition, parts, written, moved, alone, warn) if compile == "cudagraphs" else None
-
-
-def _plain(value: torch.Tensor) -> bool:
-    return value.layout is torch.strided and not value.is_conj() and not value.is_neg()
-
-
-def _kind(value: torch.Tensor) -> _Kind:
-    return value.size(), value.stride(), value.dtype, value.device, _plain(value)
-
-
-def _place(value: torch.Tensor) -> _Place:
-    memory = StorageWeakRef(value.untyped_storage())
-    return _Place(memory, value.data_ptr(), int(value.storage_offset()), _kind(value))
-
-
-def _static(value: torch.Tensor) -> torch.Tensor:
-    found = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
-    return found.copy_(value)

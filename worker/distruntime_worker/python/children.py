@@ -43,6 +43,8 @@ class Surroundings:
 _SET_PARENT_DEATH_SIGNAL = 1
 # A request has at most so many bytes.
 _BUFFER = 1 << 20
+# A child's output is read in pieces of at most so many bytes.
+_PIPE = 1 << 16
 _REPORT = 4096
 # The exit code of a child that has closed its socket is asked for during so many seconds, and so often.
 _EXIT, _LOOK = 5.0, 0.05
@@ -70,6 +72,23 @@ class Child:
         self.said = b""
         # This is the last line that was shown, which may say why it has ended.
         self.last = ""
+        # It stands before each line that is shown.
+        self.prefix = ""
+
+    def show(self, whole: bool = False) -> None:
+        """Print what it has printed. Where only `whole` lines count, one without an end waits."""
+        with suppress(BlockingIOError):
+            data = os.read(self.output, _PIPE) if self.output >= 0 else b""
+            if not data and self.output >= 0:
+                os.close(self.output)
+                self.output = -1
+            self.said += data
+        # Some write a line in parts.
+        end = self.said.rfind(b"\n") + 1 if whole and len(self.said) <= _PIPE else len(self.said)
+        said, self.said = self.said[:end], self.said[end:]
+        for line in said.decode(errors="replace").splitlines():
+            self.last = line
+            print(f"{self.prefix}{line}", flush=True)
 
     def close(self) -> None:
         """Let go of the socket and of the pipe."""

@@ -40,7 +40,6 @@ from .shipped import Package, shipped
 _LOOK = 0.05
 # A call that has not begun here has so many seconds to tell the other workers so.
 _TELLING = 30.0
-_PIPE = 1 << 16
 # A member that says one of these has lost another one. What that one says, or how it ended, is the cause of
 # both, and may take so many seconds to be known.
 _LOST = ("losed by peer", "reset by peer", "Broken pipe", "remote process has terminated", "ConnectionError")
@@ -234,7 +233,9 @@ class Members:
                 # Whoever begins torch.distributed anew joins the store that is there.
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
-            self._children.append(self._nursery.fork(["member"], environment))
+            child = self._nursery.fork(["member"], environment)
+            child.prefix = f"[rank {rank}] "
+            self._children.append(child)
         fair = max(1, torch.get_num_threads() // len(self._ranks))
         self._group(call, host, port, name, check, 0 if os.environ.get("OMP_NUM_THREADS") else fair)
 
@@ -305,15 +306,16 @@ class Members:
             links = {self._children[lane].link.fileno(): lane for lane in waiting}
             ready = readable([*links, *pipes], _LOOK)
             for descriptor, lane in pipes.items():
-                if descriptor in ready or self._children[lane].said:
-                    self._print(lane, descriptor not in ready)
+                child = self._children[lane]
+                if descriptor in ready or child.said:
+                    child.show(whole=descriptor in ready)
             for descriptor in ready:
                 if descriptor in links:
                     lane = links[descriptor]
                     answers[lane] = self._answer(lane, name)
             self._outcomes.look(call, check)
-        for lane in range(len(self._children)):
-            self._print(lane)
+        for child in self._children:
+            child.show()
         for answer in answers.values():
             if isinstance(answer, Exception):
                 self._await_cause(call, check)
@@ -325,11 +327,11 @@ class Members:
         incoming: Incoming | None = None
         with suppress(OSError):
             incoming = receive(child.link)
-        self._print(lane)
+        child.show()
         if incoming is None:
             assert self._nursery is not None
             ended = self._nursery.end_of(child)
-            self._print(lane)
+            child.show()
             wrote = f". It wrote last: {child.last:.500}" if child.last else ""
             raise RuntimeError(f"{member} {ended} in {name}{wrote}")
         match incoming.message:
@@ -361,22 +363,6 @@ class Members:
             raise SessionClosed(f"the session ended while {name} ran")
         if deadline is not None and time.monotonic() > deadline:
             raise WaitTimeout(f"{name} did not return within its timeout; its mesh's processes were ended")
-
-    def _print(self, lane: int, all_of_it: bool = True) -> None:
-        """Print what a member has printed, with its rank; a line without an end only if `all_of_it`."""
-        child = self._children[lane]
-        with suppress(BlockingIOError):
-            data = os.read(child.output, _PIPE) if child.output >= 0 else b""
-            if not data and child.output >= 0:
-                os.close(child.output)
-                child.output = -1
-            child.said += data
-        # Some write a line in parts.
-        end = len(child.said) if all_of_it or len(child.said) > _PIPE else child.said.rfind(b"\n") + 1
-        said, child.said = child.said[:end], child.said[end:]
-        for line in said.decode(errors="replace").splitlines():
-            child.last = line
-            print(f"[rank {self._ranks[lane]}] {line}", flush=True)
 
     def _await_cause(self, call: int, check: Check) -> None:
         """Give the other workers a moment to tell of the failure that has made members here fail."""

@@ -20,48 +20,66 @@ from .version import __version__ as __version__
 # nothing else of this package. `first_use.lend` reads the names off this block. Each part says its own names
 # in a block like this one, or imports them.
 if typing.TYPE_CHECKING:
-    from . import data, distributed, errors, mesh, parallel, profiler, types, workers
-    from .backend.random import manual_seed
-    from .checkpoint.load import load
-    from .checkpoint.save import save
-    from .checkpoint.training import run_with_restarts
-    from .cluster.as_cuda import takeover
-    from .cluster.connect import detach, init_master_worker, is_initialized, shutdown
-    from .cluster.memory import memory
-    from .cluster.nodes import nodes
-    from .cluster.settings import config
-    from .cluster.workers import restart
-    from .collectives import functional, primitives
-    from .errors import DistruntimeError
-    from .layers import nn
+    from . import data as data
+    from . import distributed as distributed
+    from . import errors as errors
+    from . import mesh as mesh
+    from . import parallel as parallel
+    from . import profiler as profiler
+    from . import types as types
+    from . import workers as workers
+    from .backend.random import manual_seed as manual_seed
+    from .checkpoint.load import load as load
+    from .checkpoint.save import save as save
+    from .checkpoint.training import run_with_restarts as run_with_restarts
+    from .cluster.as_cuda import takeover as takeover
+    from .cluster.connect import detach as detach
+    from .cluster.connect import init_master_worker as init_master_worker
+    from .cluster.connect import is_initialized as is_initialized
+    from .cluster.connect import shutdown as shutdown
+    from .cluster.memory import memory as memory
+    from .cluster.nodes import nodes as nodes
+    from .cluster.settings import config as config
+    from .cluster.workers import restart as restart
+    from .collectives import functional as functional
+    from .collectives import primitives as primitives
+    from .errors import DistruntimeError as DistruntimeError
+    from .layers import nn as nn
 
     # IPython calls it: `%load_ext distruntime`.
     from .magics import load_ipython_extension as load_ipython_extension
-    from .mesh import lines
-    from .mesh.mesh import init_device_mesh
-    from .mesh.sharding import from_shards, shards
-    from .programs.program import program
-    from .publishing.publish import lookup, names, publish, unpublish
-    from .python.remote import remote
-    from .python.remote_module import RemoteModule
-    from .python.spmd import spmd
-    from .session.placing import device, node, on, place, set_place
-    from .streams import nvtx
-    from .streams.cancel import cancel
-    from .streams.stream import (
-        Event,
-        Stream,
-        current_stream,
-        default_stream,
-        set_implicit_waits,
-        stream,
-        synchronize,
-    )
-    from .tensors import factories
-    from .tensors.fetch import fetch, fetch_async
-    from .tensors.tensor import DistributedTensor
-    from .timeline.trace import trace
-    from .timeline.why_slow import why_slow
+    from .mesh import lines as lines
+    from .mesh.mesh import init_device_mesh as init_device_mesh
+    from .mesh.sharding import from_shards as from_shards
+    from .mesh.sharding import shards as shards
+    from .programs.program import program as program
+    from .publishing.publish import lookup as lookup
+    from .publishing.publish import names as names
+    from .publishing.publish import publish as publish
+    from .publishing.publish import unpublish as unpublish
+    from .python.remote import remote as remote
+    from .python.remote_module import RemoteModule as RemoteModule
+    from .python.spmd import spmd as spmd
+    from .session.placing import device as device
+    from .session.placing import node as node
+    from .session.placing import on as on
+    from .session.placing import place as place
+    from .session.placing import set_place as set_place
+    from .streams import nvtx as nvtx
+    from .streams.cancel import cancel as cancel
+    from .streams.stream import Event as Event
+    from .streams.stream import Stream as Stream
+    from .streams.stream import current_stream as current_stream
+    from .streams.stream import default_stream as default_stream
+    from .streams.stream import set_implicit_waits as set_implicit_waits
+    from .streams.stream import stream as stream
+    from .streams.stream import synchronize as synchronize
+    from .tensors import factories as factories
+    from .tensors.fetch import fetch as fetch
+    from .tensors.fetch import fetch_async as fetch_async
+    from .tensors.tensor import DistributedTensor as DistributedTensor
+    from .timeline.trace import trace as trace
+    from .timeline.why_slow import why_slow as why_slow
 
 
 # `import distruntime.functional` is for users, as `torch.nn.functional` is. Most folders are rooms of the
@@ -77,67 +95,11 @@ _MODULES = {
 _interpreter.check_interpreter()
 _first_use.publish(__name__, _MODULES)
 # `testing` imports this package, so the block above cannot name it.
-_first_use.lend(__name__, modules=(*_MODULES, "testing"), moved="distruntime.old_names")
+_first_use.lend(
+    __name__,
+    modules=(*_MODULES, "testing"),
+    moved="distruntime.old_names",
+    hooks=("load_ipython_extension",),
+)
 _hints.install()
 _name.install_name()
-
-__all__ = [
-    "DistributedTensor",
-    "DistruntimeError",
-    "Event",
-    "RemoteModule",
-    "Stream",
-    "cancel",
-    "config",
-    "current_stream",
-    "data",
-    "default_stream",
-    "detach",
-    "device",
-    "distributed",
-    "errors",
-    "factories",
-    "fetch",
-    "fetch_async",
-    "from_shards",
-    "functional",
-    "init_device_mesh",
-    "init_master_worker",
-    "is_initialized",
-    "lines",
-    "load",
-    "lookup",
-    "manual_seed",
-    "memory",
-    "mesh",
-    "names",
-    "nn",
-    "node",
-    "nodes",
-    "nvtx",
-    "on",
-    "parallel",
-    "place",
-    "primitives",
-    "profiler",
-    "program",
-    "publish",
-    "remote",
-    "restart",
-    "run_with_restarts",
-    "save",
-    "set_implicit_waits",
-    "set_place",
-    "shards",
-    "shutdown",
-    "spmd",
-    "stream",
-    "synchronize",
-    "takeover",
-    "testing",
-    "trace",
-    "types",
-    "unpublish",
-    "why_slow",
-    "workers",
-]

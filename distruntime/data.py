@@ -7,11 +7,7 @@ import typing
 from . import first_use as _first_use
 
 if typing.TYPE_CHECKING:
-    from .python.loader import DataLoader, data_loader
+    from .python.loader import DataLoader as DataLoader
+    from .python.loader import data_loader as data_loader
 
 _first_use.lend(__name__)
-
-__all__ = [
-    "DataLoader",
-    "data_loader",
-]

@@ -18,15 +18,17 @@ from typing import final
 _COMMANDS = ("demo", "key", "launch", "repl", "run", "sessions", "status", "stop", "top")
 
 
-def lend(package: str, modules: Collection[str] = (), moved: str = "") -> None:
+def lend(package: str, modules: Collection[str] = (), moved: str = "", hooks: Collection[str] = ()) -> None:
     """Import the public names of a module when they are first used, and let `dir` tell of them alone.
 
-    The one `if` of the module's file has their imports, which only type checkers run. `modules` are names
-    that are modules below it. `moved` is a module that says where other names are now: their old spellings
-    work, and each warns at the line that uses it.
+    The one `if` of the module's file has their imports, which only type checkers run, and so `__all__` is
+    made here. `modules` are names that are modules below it. `moved` is a module that says where other names
+    are now: their old spellings work, and each warns at the line that uses it. `hooks` are names that another
+    program looks for, and no user.
     """
     module = sys.modules[package]
     sources = _sources(str(module.__file__))
+    public = sorted({*sources, *modules} - {*hooks})
 
     def get(name: str) -> object:
         if name in sources or name in modules:
@@ -43,7 +45,7 @@ def lend(package: str, modules: Collection[str] = (), moved: str = "") -> None:
             text = f"{package}.{name} is deprecated: write {now}.{name}"
             warnings.warn(text, DeprecationWarning, stacklevel=2)
             return getattr(importlib.import_module(now), name)
-        spellings = {} if private else {name: name for name in module.__all__}
+        spellings = {} if private else {name: name for name in public}
         spellings.update({name: f"{part}.{name}" for name, part in parts.items()})
         try:
             raise AttributeError(_missing(package, name, spellings), name=name, obj=None)
@@ -54,9 +56,9 @@ def lend(package: str, modules: Collection[str] = (), moved: str = "") -> None:
 
     def offered() -> list[str]:
         # Completion at a prompt offers these.
-        return sorted([*module.__all__, *(name for name in vars(module) if name.startswith("__"))])
+        return sorted([*public, *(name for name in vars(module) if name.startswith("__"))])
 
-    vars(module).update(__getattr__=get, __dir__=offered)
+    vars(module).update(__getattr__=get, __dir__=offered, __all__=public)
 
 
 def _sources(file: str) -> dict[str, tuple[str, str]]:

@@ -7,27 +7,18 @@ import typing
 from . import first_use as _first_use
 
 if typing.TYPE_CHECKING:
-    from .cluster.stacks import stacks
-    from .compiled.compiled_graphs import CompiledGraph, compiled_graphs
-    from .session.stalls import Stall, get_sync_debug_mode, set_sync_debug_mode, stalls
-    from .timeline.memory_snapshot import memory_snapshot, record_memory_history
-    from .timeline.trace import Trace, trace
-    from .timeline.why_slow import WhySlow, why_slow
+    from .cluster.stacks import stacks as stacks
+    from .compiled.compiled_graphs import CompiledGraph as CompiledGraph
+    from .compiled.compiled_graphs import compiled_graphs as compiled_graphs
+    from .session.stalls import Stall as Stall
+    from .session.stalls import get_sync_debug_mode as get_sync_debug_mode
+    from .session.stalls import set_sync_debug_mode as set_sync_debug_mode
+    from .session.stalls import stalls as stalls
+    from .timeline.memory_snapshot import memory_snapshot as memory_snapshot
+    from .timeline.memory_snapshot import record_memory_history as record_memory_history
+    from .timeline.trace import Trace as Trace
+    from .timeline.trace import trace as trace
+    from .timeline.why_slow import WhySlow as WhySlow
+    from .timeline.why_slow import why_slow as why_slow
 
 _first_use.lend(__name__)
-
-__all__ = [
-    "CompiledGraph",
-    "Stall",
-    "Trace",
-    "WhySlow",
-    "compiled_graphs",
-    "get_sync_debug_mode",
-    "memory_snapshot",
-    "record_memory_history",
-    "set_sync_debug_mode",
-    "stacks",
-    "stalls",
-    "trace",
-    "why_slow",
-]

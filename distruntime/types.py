@@ -7,31 +7,17 @@ import typing
 from . import first_use as _first_use
 
 if typing.TYPE_CHECKING:
-    from .cluster.memory import Memory
-    from .cluster.nodes import NodeInfo
-    from .cluster.settings import Settings
-    from .cluster.user_session import Session
-    from .log.handle import Place
-    from .programs.program import Program
-    from .publishing.listing import Publication, Publications
-    from .python.objects import RemoteObject
-    from .python.remote import RemoteFunction
-    from .python.spmd import SpmdFunction
-    from .tensors.fetch import Fetched
+    from .cluster.memory import Memory as Memory
+    from .cluster.nodes import NodeInfo as NodeInfo
+    from .cluster.settings import Settings as Settings
+    from .cluster.user_session import Session as Session
+    from .log.handle import Place as Place
+    from .programs.program import Program as Program
+    from .publishing.listing import Publication as Publication
+    from .publishing.listing import Publications as Publications
+    from .python.objects import RemoteObject as RemoteObject
+    from .python.remote import RemoteFunction as RemoteFunction
+    from .python.spmd import SpmdFunction as SpmdFunction
+    from .tensors.fetch import Fetched as Fetched
 
 _first_use.lend(__name__)
-
-__all__ = [
-    "Fetched",
-    "Memory",
-    "NodeInfo",
-    "Place",
-    "Program",
-    "Publication",
-    "Publications",
-    "RemoteFunction",
-    "RemoteObject",
-    "Session",
-    "Settings",
-    "SpmdFunction",
-]

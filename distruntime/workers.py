@@ -7,17 +7,11 @@ import typing
 from . import first_use as _first_use
 
 if typing.TYPE_CHECKING:
-    from .cluster.workers import add_worker, restart
-    from .python.shipping import ship
-    from .session.launcher import Launcher, LaunchSpec, WorkerProcess
+    from .cluster.workers import add_worker as add_worker
+    from .cluster.workers import restart as restart
+    from .python.shipping import ship as ship
+    from .session.launcher import Launcher as Launcher
+    from .session.launcher import LaunchSpec as LaunchSpec
+    from .session.launcher import WorkerProcess as WorkerProcess
 
 _first_use.lend(__name__)
-
-__all__ = [
-    "LaunchSpec",
-    "Launcher",
-    "WorkerProcess",
-    "add_worker",
-    "restart",
-    "ship",
-]

@@ -7,19 +7,11 @@ import typing
 from .. import first_use as _first_use
 
 if typing.TYPE_CHECKING:
-    from .data_parallel import DataParallel
-    from .experts import Experts
-    from .pipelining import Pipeline, pipeline
-    from .sharded_optimizer import ShardedOptimizer
-    from .splitting import split
+    from .data_parallel import DataParallel as DataParallel
+    from .experts import Experts as Experts
+    from .pipelining import Pipeline as Pipeline
+    from .pipelining import pipeline as pipeline
+    from .sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+    from .splitting import split as split
 
 _first_use.lend(__name__)
-
-__all__ = [
-    "DataParallel",
-    "Experts",
-    "Pipeline",
-    "ShardedOptimizer",
-    "pipeline",
-    "split",
-]

@@ -96,10 +96,7 @@ _interpreter.check_interpreter()
 _first_use.publish(__name__, _MODULES)
 # `testing` imports this package, so the block above cannot name it.
 _first_use.lend(
-    __name__,
-    modules=(*_MODULES, "testing"),
-    moved="distruntime.old_names",
-    hooks=("load_ipython_extension",),
+    __name__, modules=(*_MODULES, "testing"), moved="distruntime.old_names", hooks=("load_ipython_extension",)
 )
 _hints.install()
 _name.install_name()

@@ -84,9 +84,7 @@ def _session_options() -> argparse.ArgumentParser:
     )
     session.add_argument("--key", metavar="FILE", help="the cluster's key file (distruntime-worker keygen)")
     session.add_argument(
-        "--insecure",
-        action="store_true",
-        help="use no key: whoever reaches a port may run code there",
+        "--insecure", action="store_true", help="use no key: whoever reaches a port may run code there"
     )
     return session
 
@@ -105,8 +103,7 @@ def command_parser(description: str | None = None) -> argparse.ArgumentParser:
     _add_comm(commands, session)
     _add_run(commands)
     commands.add_parser(
-        "key",
-        help="print your public signing key, for the trusted-keys file of others; make one if needed",
+        "key", help="print your public signing key, for the trusted-keys file of others; make one if needed"
     )
     _add_looks(commands)
     add_launch(commands)

@@ -119,11 +119,7 @@ class Reading:
         return [self._files[about.file], name, about.dtype, about.shape, about.stride]
 
     def _ask_sums(self, node: Node, rows: list[list[object]]) -> Handle:
-        plan: dict[str, object] = {
-            "folder": self._stored.folder,
-            "save": self._stored.save,
-            "tensors": rows,
-        }
+        plan: dict[str, object] = {"folder": self._stored.folder, "save": self._stored.save, "tensors": rows}
         found = new_value(spec((len(rows),), (1,), 0, torch.int64), host_of(self._session, node))
         issue_function(node, "checkpoint_sums", [send_plan(node, plan)], fresh=found)
         return found
@@ -249,12 +245,7 @@ class Reading:
         one = spec((), (), 0, torch.int64)
         report = new_value(one, host_of(self._session, reader.worker))
         handles = [new_value(r.spec, reader) for r in (self._reads[key] for key in keys)]
-        issue_function(
-            reader.worker,
-            "checkpoint_read",
-            [plan, reader.place],
-            fresh=[report, *handles],
-        )
+        issue_function(reader.worker, "checkpoint_read", [plan, reader.place], fresh=[report, *handles])
         return report, {key: wrap(DistributedTensor, handle) for key, handle in zip(keys, handles)}
 
     def _read_packed(self, reader: Residence, keys: list[str]) -> Handle:

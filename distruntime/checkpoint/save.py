@@ -129,10 +129,7 @@ def _start_writing(
         ]
     writes = [
         FileWrite(
-            node,
-            plan.file(save_id, node),
-            session.fetch(node, report.ref, ready(report), "item", {}),
-            report,
+            node, plan.file(save_id, node), session.fetch(node, report.ref, ready(report), "item", {}), report
         )
         for (node, plan), report in zip(plans, reports)
     ]

@@ -65,15 +65,11 @@ def look_for(session: Session, connection: Connection, node: Node, grace: float,
     elif now - absence.since > _BRIEF and not absence.told:
         absence.told = True
         log.warning(
-            "%s is unreachable: %s. The session waits for it, %s at most",
-            node,
-            absence.why,
-            span(grace),
+            "%s is unreachable: %s. The session waits for it, %s at most", node, absence.why, span(grace)
         )
     elif now - absence.since > grace:
         session.lose(
-            node,
-            f"was unreachable for {span(now - absence.since)}, since {absence.clock} ({absence.why})",
+            node, f"was unreachable for {span(now - absence.since)}, since {absence.clock} ({absence.why})"
         )
 
 

@@ -43,13 +43,7 @@ class SshSession:
     """
 
     def __init__(
-        self,
-        addresses: Sequence[str],
-        directory: Path,
-        *,
-        name: str | None,
-        key: Path | None,
-        insecure: bool,
+        self, addresses: Sequence[str], directory: Path, *, name: str | None, key: Path | None, insecure: bool
     ) -> None:
         self.addresses = [SshAddress.parse(text) if is_ssh(text) else None for text in addresses]
         self.directory, self._name = directory, name or ""

@@ -242,12 +242,7 @@ def _assembled(member: Member, own: torch.Tensor, cells: Tensors) -> Tensors:
 
 
 def _joined(
-    member: Member,
-    slab: Slab,
-    cells: Sequence[torch.Tensor],
-    d: int,
-    at: tuple[int, ...],
-    box: Box,
+    member: Member, slab: Slab, cells: Sequence[torch.Tensor], d: int, at: tuple[int, ...], box: Box
 ) -> torch.Tensor:
     """Return the part of a slab's inputs in the cells whose first numbers are `at`."""
     if d == len(member.grid):

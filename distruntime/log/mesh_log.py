@@ -84,12 +84,7 @@ class MeshLog(Log):
     def __init__(self, session: MeshOwner, number: int, places: Sequence[Place]) -> None:
         # The workers' own logs are active.
         super().__init__(
-            session,
-            -1 - number,
-            self._compose,
-            self._send_to_all,
-            active=False,
-            checks=CHECKS * (number + 1),
+            session, -1 - number, self._compose, self._send_to_all, active=False, checks=CHECKS * (number + 1)
         )
         self.number = number
         self.members = tuple(places)

@@ -29,10 +29,7 @@ from .operation import even_splits, issue_along, perform, reduction_named
 BACKEND = "distruntime"
 # torch sends objects in tensors of these dtypes. This process has one object for all members. A tensor of
 # another dtype may differ from member to member.
-_OBJECTS = (
-    torch.uint8,
-    torch.int64,
-)
+_OBJECTS = (torch.uint8, torch.int64)
 _in_cpp: Any = _distributed_c10d
 
 
@@ -272,10 +269,7 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
         return Issued([output])
 
     # torch calls these names from 2.13 on.
-    all_gather_single, reduce_scatter_single = (
-        _allgather_base,
-        _reduce_scatter_base,
-    )
+    all_gather_single, reduce_scatter_single = (_allgather_base, _reduce_scatter_base)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Issued:
         """Gather several tensors."""

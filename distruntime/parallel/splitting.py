@@ -85,11 +85,7 @@ _pipelining: Any = pipelining
 
 @without_our_frames
 def split(
-    model: torch.nn.Module,
-    n: int,
-    by: str | Sequence[str] = "parameters",
-    *,
-    example: Any = None,
+    model: torch.nn.Module, n: int, by: str | Sequence[str] = "parameters", *, example: Any = None
 ) -> list[torch.nn.Module]:
     """Return a model as `n` modules that follow each other, the stages of a pipeline.
 

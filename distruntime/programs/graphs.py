@@ -49,11 +49,7 @@ def _plain(handle: Handle, base: DistributedTensor | None, view: object = None) 
 
 
 def given(
-    handle: Handle,
-    name: str,
-    wants_grad: bool,
-    base: DistributedTensor | None = None,
-    view: object = None,
+    handle: Handle, name: str, wants_grad: bool, base: DistributedTensor | None = None, view: object = None
 ) -> DistributedTensor:
     """Return a new proxy of what a program returns. Its backward raises if the value had a graph.
 

@@ -115,11 +115,7 @@ class Layout:
                 act.take(last.get(at, frozenset()))
 
     def issue(
-        self,
-        leaves: Sequence[object],
-        numbers: Sequence[float],
-        name: str,
-        alone: Set[int] = frozenset(),
+        self, leaves: Sequence[object], numbers: Sequence[float], name: str, alone: Set[int] = frozenset()
     ) -> Mapping[Name, Handle]:
         """Issue it, part by part; return what is made for the caller. Blocks while a window is full.
 

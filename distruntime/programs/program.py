@@ -141,11 +141,7 @@ class Program(Generic[P, R]):
         return tree_unflatten(given, found.tree)  # type: ignore[no-any-return]
 
     def _anew(
-        self,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-        leaves: list[object],
-        signature: object,
+        self, args: tuple[object, ...], kwargs: dict[str, object], leaves: list[object], signature: object
     ) -> R:
         """Record a call, once no other thread's is being recorded. Replay it if it fits by then."""
         if recorded.aside:

@@ -69,10 +69,7 @@ def nonsense(node: Node) -> ProtocolError:
 
 
 def ask(
-    session: Session,
-    question: Callable[Concatenate[int, P], Question[T]],
-    *fields: P.args,
-    **named: P.kwargs,
+    session: Session, question: Callable[Concatenate[int, P], Question[T]], *fields: P.args, **named: P.kwargs
 ) -> dict[Node, T]:
     """Return the answer of each worker that is not lost about what is published. Block for one round trip.
 

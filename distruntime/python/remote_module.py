@@ -181,12 +181,7 @@ class RemoteModule(torch.nn.Module):
 
     @without_our_frames
     def __init__(
-        self,
-        make: Function,
-        *args: object,
-        place: object = None,
-        node: int | None = None,
-        **kwargs: object,
+        self, make: Function, *args: object, place: object = None, node: int | None = None, **kwargs: object
     ) -> None:
         super().__init__()
         if not callable(make):

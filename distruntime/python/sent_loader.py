@@ -77,12 +77,7 @@ class Loader:
         # The processes of this epoch.
         self._processes: list[BaseProcess] = []
 
-    def _sample(
-        self,
-        dataset: _Own,
-        share: tuple[int, int] | None,
-        left: dict[str, _Own],
-    ) -> None:
+    def _sample(self, dataset: _Own, share: tuple[int, int] | None, left: dict[str, _Own]) -> None:
         """Put a sampler into the options that can begin anywhere."""
         batches = left.pop("batch_sampler", None)
         sampler, shuffle = left.pop("sampler", None), bool(left.pop("shuffle", False))

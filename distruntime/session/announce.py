@@ -175,14 +175,7 @@ def bar(what: str, done: int, total: int | None, seconds: float) -> str:
         what = f"{what[: _LONGEST // 2]}...{what[-(_LONGEST // 2) :]}"
     return str(
         tqdm.format_meter(
-            done,
-            total,
-            seconds,
-            ncols=_COLUMNS,
-            prefix=what,
-            unit="B",
-            unit_scale=True,
-            unit_divisor=1024,
+            done, total, seconds, ncols=_COLUMNS, prefix=what, unit="B", unit_scale=True, unit_divisor=1024
         )
     )
 

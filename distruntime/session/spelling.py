@@ -86,12 +86,7 @@ def _first(have: Sequence[str]) -> str:
 
 
 def on_node(
-    places: Places,
-    node: int,
-    device: object = None,
-    *,
-    like: str | None = None,
-    otherwise: str | None = None,
+    places: Places, node: int, device: object = None, *, like: str | None = None, otherwise: str | None = None
 ) -> Place:
     """Return the place of a node, and of a device there if one is named.
 

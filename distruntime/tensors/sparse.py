@@ -84,11 +84,7 @@ class SparseTensor(torch.Tensor):
         )
         lazy = torch.Tensor.device.__get__(values)
         made: SparseTensor = _make_subclass(
-            cls,
-            shape,
-            False,
-            dispatch_device=True,
-            device_for_backend_keys=lazy,
+            cls, shape, False, dispatch_device=True, device_for_backend_keys=lazy
         )
         made._parts, made._coalesced = (indices, values), coalesced
         return made

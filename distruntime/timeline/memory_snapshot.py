@@ -98,10 +98,7 @@ def memory_snapshot(
 
 @without_our_frames
 def record_memory_history(
-    enabled: Literal["all", "state"] | None = "all",
-    *,
-    node: int | None = None,
-    max_entries: int = _ENTRIES,
+    enabled: Literal["all", "state"] | None = "all", *, node: int | None = None, max_entries: int = _ENTRIES
 ) -> None:
     """Switch torch's history of the memory of workers' GPUs on or off, for `dr.profiler.memory_snapshot`.
 

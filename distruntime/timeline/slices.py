@@ -341,9 +341,7 @@ def lines_of(recording: Recording) -> dict[Log, Lines]:
     return {log: Lines(found) for log, found in stretches.items()}
 
 
-def _in_order(
-    threads: Sequence[tuple[TracedThread, list[Row]]],
-) -> list[tuple[TracedThread, list[Row]]]:
+def _in_order(threads: Sequence[tuple[TracedThread, list[Row]]]) -> list[tuple[TracedThread, list[Row]]]:
     """Return threads as they are shown: the reader, the streams, and what runs on devices."""
     kinds = ["reader", "stream", "kernels"]
     return sorted(

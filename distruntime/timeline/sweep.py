@@ -19,19 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .chrome import Event, Json
-from .slices import (
-    FUNCTION,
-    HELD,
-    JOINT,
-    KERNEL,
-    MASTER,
-    OPERATOR,
-    PYTHON,
-    READ,
-    REPLAY,
-    UPLOAD,
-    pid_of,
-)
+from .slices import FUNCTION, HELD, JOINT, KERNEL, MASTER, OPERATOR, PYTHON, READ, REPLAY, UPLOAD, pid_of
 
 # What runs in these slices computes.
 _COMPUTING = {OPERATOR, FUNCTION, REPLAY, UPLOAD, KERNEL}

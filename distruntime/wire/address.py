@@ -72,10 +72,7 @@ def listener(address: str, backlog: int) -> socket.socket | None:
             made.bind((name, 0 if port == "*" else int(port)))
             made.listen(backlog)
             # The kernel keeps a connection through which nothing comes: libzmq's own peers speak at once.
-            if hasattr(
-                socket,
-                "TCP_DEFER_ACCEPT",
-            ):
+            if hasattr(socket, "TCP_DEFER_ACCEPT"):
                 made.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT)
             # Otherwise libzmq's thread would wait for a connection that has gone before it was accepted.
             made.setblocking(False)

@@ -19,15 +19,7 @@ from ..errors import ConfigurationError, NotSupportedError, without_our_frames
 
 ENTRY_POINTS = "distruntime.data_channels"
 # "send" stands for `receive` too.
-MOVES = (
-    "send",
-    "broadcast",
-    "all_gather",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "barrier",
-)
+MOVES = ("send", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "barrier")
 REDUCES = ("all_reduce", "reduce", "reduce_scatter")
 _NUMBERS = (
     torch.uint8,

@@ -26,10 +26,7 @@ from .shield import RLock
 
 _NAME = re.compile(r"/proc/([0-9]+)/fd/[0-9]+")
 # A challenge's segment begins with this mark. The bytes of a secret and of a nonce follow.
-_MARK, _NONCE = (
-    b"distruntime mine",
-    16,
-)
+_MARK, _NONCE = (b"distruntime mine", 16)
 # malloc keeps memory of at most so many bytes for itself. glibc's own limit for what follows is 32 MiB.
 _LARGEST_KEPT = (32 << 20) - (1 << 16)
 

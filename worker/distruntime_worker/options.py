@@ -68,11 +68,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
         help="offer only these devices, by the names that torch has for them there (default: all)",
     )
     parser.add_argument(
-        "--simulate-cuda",
-        type=_count,
-        default=0,
-        metavar="N",
-        help="simulate N GPUs with CPU tensors",
+        "--simulate-cuda", type=_count, default=0, metavar="N", help="simulate N GPUs with CPU tensors"
     )
     parser.add_argument(
         "--key",

@@ -40,10 +40,7 @@ class _Device(contextlib.ContextDecorator):
         self._entered.append(context)
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: types.TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
         self._entered.pop().__exit__(kind, error, trace)
 

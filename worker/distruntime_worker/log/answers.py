@@ -20,15 +20,7 @@ from distruntime.wire.messages import Failed, Fetch, Notify, Part, Plain, Reply,
 from distruntime.wire.shared import Attached
 
 from ..machine import accelerator, lost
-from ..values.objects import (
-    INLINE_BYTES,
-    PART_BYTES,
-    Poisoned,
-    described,
-    failure,
-    render,
-    wire_tensor,
-)
+from ..values.objects import INLINE_BYTES, PART_BYTES, Poisoned, described, failure, render, wire_tensor
 from ..values.streams import Action, Happening, HostCopy, Stream
 from .device_waits import DeviceWaits
 from .progress import Progress

@@ -6,14 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distruntime.errors import ProtocolError
-from distruntime.wire.messages import (
-    ARGUMENT,
-    FLOAT,
-    HELD,
-    MADE,
-    NUMBER,
-    Plain,
-)
+from distruntime.wire.messages import ARGUMENT, FLOAT, HELD, MADE, NUMBER, Plain
 
 from ..values.step import int_word, list_word, text_word
 

@@ -135,11 +135,7 @@ def _laid_out(result: torch.Tensor, strides: list[int] | None) -> torch.Tensor:
 
 
 def record_autocast(
-    dtype: torch.dtype,
-    strides: list[list[int]] | None,
-    name: str,
-    differentiable: list[bool],
-    *args: object,
+    dtype: torch.dtype, strides: list[list[int]] | None, name: str, differentiable: list[bool], *args: object
 ) -> list[object]:
     """As `record`, under torch's autocast of this CPU."""
     with torch.autocast("cpu", dtype=dtype):
@@ -147,11 +143,7 @@ def record_autocast(
 
 
 def record_attention(
-    kernels: list[int],
-    strides: list[list[int]] | None,
-    name: str,
-    differentiable: list[bool],
-    *args: object,
+    kernels: list[int], strides: list[list[int]] | None, name: str, differentiable: list[bool], *args: object
 ) -> list[object]:
     """As `record`, by one of the kernels of `SDPBackend` with these numbers, the first one first.
 

@@ -27,11 +27,7 @@ from ...machine import accelerator
 log = logging.getLogger("distruntime.worker")
 
 # Every mpirun puts one of these into the environment.
-_MPIRUN = (
-    "PMI_RANK",
-    "PMIX_RANK",
-    "OMPI_COMM_WORLD_RANK",
-)
+_MPIRUN = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 
 # Torch reads by either name how many operations its flight recorder keeps.
 _RECORDED = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")

@@ -18,13 +18,7 @@ from typing import final
 import torch
 
 from distruntime.errors import ConfigurationError
-from distruntime.wire.data_channel import (
-    MOVES,
-    REDUCES,
-    Capabilities,
-    Membership,
-    numbers,
-)
+from distruntime.wire.data_channel import MOVES, REDUCES, Capabilities, Membership, numbers
 from distruntime.wire.deadlines import MEET
 
 from ..listening import LISTENING, Endpoint, TCPSockets, next_descriptors, sockets_among, tcp_sockets

@@ -7,14 +7,7 @@ from typing import final
 
 import torch
 
-from distruntime.wire.data_channel import (
-    MOVES,
-    REDUCES,
-    Capabilities,
-    Membership,
-    Reduction,
-    numbers,
-)
+from distruntime.wire.data_channel import MOVES, REDUCES, Capabilities, Membership, Reduction, numbers
 
 from ..listening import interface_of
 from .device_group import DeviceGroup

@@ -217,11 +217,7 @@ class SocketChannel(DataChannel):
         while True:
             try:
                 return self._dial(to, deadline)
-            except (
-                Unproven,
-                ConnectionRefusedError,
-                FileNotFoundError,
-            ) as error:
+            except (Unproven, ConnectionRefusedError, FileNotFoundError) as error:
                 # Another try does not mend this.
                 raise self._failed(f"reaching rank {to} at {self._where(to)}", error) from error
             # Strangers may have taken all places: one that is closed for the next may be this one.

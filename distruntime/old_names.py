@@ -23,7 +23,7 @@ _MOVED = {
         "LongTensor ShortTensor"
     ),
     "mesh": "DeviceMesh Partition",
-    "parallel": "DataParallel Experts Pipeline ShardedOptimizer pipeline split",
+    "parallel": "DataParallel Experts Pipeline pipeline split",
     "profiler": (
         "CompiledGraph Stall Trace WhySlow compiled_graphs "
         "get_sync_debug_mode memory_snapshot record_memory_history set_sync_debug_mode "
@@ -46,6 +46,7 @@ GONE = {
     "ModuleProfile": "docs/looking.md has a function of ten lines that times each layer",
     "profile_model": "docs/looking.md has a function of ten lines that times each layer",
     "Layout": "docs/meshes.md has a mesh's groups by modes: several dimensions are one group",
+    "ShardedOptimizer": "docs/meshes.md has the state in shares, by DTensor or by fully_shard",
     "ShardedEMA": "docs/meshes.md has the moving average in shares, in five lines",
     "replace_modules": "docs/looking.md has it in three lines, by torch's set_submodule",
     "from_pretrained": "docs/data.md has it by transformers' own, which reads the folder at the worker",

@@ -282,15 +282,6 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
             found = kept[wanted] = self._mesh_log.lines_of(list(rows.values()), Lines)
         return found
 
-    def others(self) -> Lines | None:
-        """Return the groups along the dimensions that this slice of a mesh leaves out; None: it has all.
-
-        Block until they are open, the first time.
-        """
-        mine = {*chain(*self._dims)}
-        left = [d for d, size in enumerate(self._whole._sizes) if d not in mine and size > 1]
-        return self._whole.lines(left) if left else None
-
     def _group_of(self, rows: list[list[int]]) -> MeshGroup:
         """Return the process group of lines of members.
 

@@ -93,8 +93,8 @@ def _refuse_shares(module: ModuleType) -> None:
             raise NotSupportedError(
                 "ZeroRedundancyOptimizer would update the parameters of rank 0 and leave out those of all "
                 "other ranks: this process has no rank, since it speaks for all members. "
-                f"dr.parallel.ShardedOptimizer(model.parameters(), {name}, mesh) keeps a share of the state "
-                f"at each member. Without shares, use the optimizer itself: {name}(model.parameters())"
+                "fully_shard(model, mesh=mesh, reshard_after_forward=False) keeps a share of the state at "
+                f"each member. Without shares, use the optimizer itself: {name}(model.parameters())"
             )
         init(self, params, optimizer_class, process_group, *args, **kwargs)
 

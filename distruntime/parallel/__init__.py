@@ -1,4 +1,4 @@
-"""Training on many members: data parallelism, pipelines, experts, sharded optimizers."""
+"""Training on many members: data parallelism, pipelines, experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ if typing.TYPE_CHECKING:
     from .experts import Experts as Experts
     from .pipelining import Pipeline as Pipeline
     from .pipelining import pipeline as pipeline
-    from .sharded_optimizer import ShardedOptimizer as ShardedOptimizer
     from .splitting import split as split
 
 _first_use.lend(__name__)

@@ -76,10 +76,6 @@ def replicas(model: Net, mesh: dr.mesh.DeviceMesh) -> Trained:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def zero(model: Net, mesh: dr.mesh.DeviceMesh) -> Trained:
-    return model, dr.parallel.ShardedOptimizer(model.parameters(), torch.optim.AdamW, mesh, lr=1e-2)
-
-
 def step(trained: Trained, mesh: dr.mesh.DeviceMesh, number: int) -> None:
     model, optimizer = trained
     x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(number), device="cpu")
@@ -106,15 +102,11 @@ def whole(t: Any) -> torch.Tensor:
                 (both, "2x2", both, "tp x dp"),
                 (both, "2x2", tensor_parallel, "2"),
                 (tensor_parallel, "4", fsdp, "3"),
-                (zero, "4", zero, "3"),
-                (zero, "3", replicas, "2"),
-                (replicas, "2", zero, "2x2"),
             ]
         ]
         + [
             pytest.param(fsdp, "4", fsdp, "3", 5),
             pytest.param(fsdp, "3", fsdp, "2", 7),
-            pytest.param(zero, "4", zero, "3", 5),
         ],
         4,
         "other cuts, 2 s each",

@@ -44,6 +44,7 @@ import distruntime as dr
 from agree import REMOTE
 from distruntime.tensors.tensor import DistributedTensor
 from early_channel import Late
+from in_shares import InShares, Partial
 
 Method = TypeVar("Method", bound=Callable[..., None])
 Act = Callable[[Any], Any]
@@ -2627,11 +2628,10 @@ class Watching(Base):
     def steps_with_shares_of_the_state(self) -> None:
         number = self.random.randrange(len(self.world.meshes))
         mesh = self.world.meshes[number]
-        sharing = mesh if len(mesh.shape) == 1 or self.chance(0.5) else mesh[self.random.choice(("dp", "tp"))]
         shapes = self.random.choices(((5,), (1,), (3, 2), (LENGTH,)), k=self.random.randrange(1, 4))
         reduce = self.random.choice((None, "sum"))
         options = {"lr": 0.5, "momentum": self.random.choice((0.0, 0.5))}
-        self.say(f"mesh {number}", sharing, reduce, options, *shapes)
+        self.say(f"mesh {number}", reduce, options, *shapes)
         weights = [self.small(shape) for shape in shapes]
         twins = [weight.clone().requires_grad_() for weight in weights]
         with self.where_mesh(number):
@@ -2639,9 +2639,8 @@ class Watching(Base):
                 dr.from_shards([weight.clone() for _ in mesh.places], mesh).requires_grad_()
                 for weight in weights
             ]
-            optimizer = dr.parallel.ShardedOptimizer(
-                there, torch.optim.SGD, sharing, reduce=reduce, **options
-            )
+            gradients = None if reduce is None else Partial(reduce)
+            optimizer = InShares(there, torch.optim.SGD, mesh, gradients, **options)
         twin = torch.optim.SGD(twins, **options)
         for _ in range(self.random.randrange(1, 4)):
             for p, own in zip(there, twins):

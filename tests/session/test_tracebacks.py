@@ -92,7 +92,6 @@ MISTAKES: dict[str, Callable[[torch.Tensor], object]] = {
     "a primitive": lambda x: dr.primitives.all_gather(x, dr.mesh.Partition([0], 1), 0),  # type: ignore[arg-type]
     "lines": lambda x: dr.lines.all_reduce("dp", x),  # type: ignore[arg-type]
     "attention": lambda x: dr.lines.attention("tp", x, x, x),  # type: ignore[arg-type]
-    "a sharded optimizer": lambda x: dr.parallel.ShardedOptimizer([x], "SGD", x),  # type: ignore[arg-type]
     "an untyped storage": lambda x: torch.UntypedStorage(3, device=REMOTE),
     "a storage": lambda x: torch.ones(3).untyped_storage().to(REMOTE),
     "a device's memory": lambda x: torch.remote.memory_allocated(9),  # type: ignore[attr-defined]

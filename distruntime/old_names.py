@@ -26,8 +26,7 @@ _MOVED = {
     "parallel": "DataParallel Experts Pipeline pipeline split",
     "profiler": (
         "CompiledGraph Stall Trace WhySlow compiled_graphs "
-        "get_sync_debug_mode memory_snapshot record_memory_history set_sync_debug_mode "
-        "stacks stalls"
+        "get_sync_debug_mode set_sync_debug_mode stacks stalls"
     ),
     "types": (
         "Fetched Memory NodeInfo Place Program Publication Publications RemoteFunction RemoteObject "
@@ -45,6 +44,8 @@ GONE = {
     "ModelProfile": "docs/looking.md has a function of ten lines that times each layer",
     "ModuleProfile": "docs/looking.md has a function of ten lines that times each layer",
     "profile_model": "docs/looking.md has a function of ten lines that times each layer",
+    "memory_snapshot": "docs/looking.md has it by torch's own functions, which run on the worker",
+    "record_memory_history": "docs/looking.md has it by torch's own functions, which run on the worker",
     "Layout": "docs/meshes.md has a mesh's groups by modes: several dimensions are one group",
     "ShardedOptimizer": "docs/meshes.md has the state in shares, by DTensor or by fully_shard",
     "ShardedEMA": "docs/meshes.md has the moving average in shares, in five lines",

@@ -14,8 +14,6 @@ if typing.TYPE_CHECKING:
     from .session.stalls import get_sync_debug_mode as get_sync_debug_mode
     from .session.stalls import set_sync_debug_mode as set_sync_debug_mode
     from .session.stalls import stalls as stalls
-    from .timeline.memory_snapshot import memory_snapshot as memory_snapshot
-    from .timeline.memory_snapshot import record_memory_history as record_memory_history
     from .timeline.trace import Trace as Trace
     from .timeline.trace import trace as trace
     from .timeline.why_slow import WhySlow as WhySlow

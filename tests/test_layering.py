@@ -35,8 +35,6 @@ OUTSIDE = {
         # It compares the pickles of what only C sees, and reads none.
         "distruntime.guards.captured",
         "distruntime.python.pickling",
-        # It writes what torch's viewer reads, and reads none.
-        "distruntime.timeline.memory_snapshot",
         "distruntime_worker.collectives.groups",
         "distruntime_worker.python.calls",
         # A worker and the processes that it has started exchange pickles.

@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 
 from ..log.handle import Handle, Place
-from ..log.line import Line, code_text, place_of
+from ..log.line import code_text, place_of
 from ..log.log import Log
 from ..log.mesh_log import MeshLog
 from ..log.node import Node
@@ -157,22 +157,6 @@ def _around(
 
 def _handles() -> list[Handle]:
     return tracked({Handle}, partial(gc.get_referrers, Handle))
-
-
-def born_lines(node: Node) -> dict[int, Line]:
-    """Return the line that made each value that this process has on a node, by its ref."""
-    found: dict[int, Line] = {}
-    handles = _handles()
-    handle = None
-    try:
-        for handle in handles:
-            # See `_storages`: another thread may be making a handle just now.
-            born = getattr(handle, "born", None)
-            if born is not None and _places(handle, [node], None, ()):
-                found[handle.ref] = born
-    finally:
-        del handle, handles
-    return found
 
 
 def layers() -> dict[int, str]:

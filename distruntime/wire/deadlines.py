@@ -113,13 +113,6 @@ TRACE = Deadline(
     "trace(timeout=)",
     "what still runs at the end of a trace, before the trace is written without its end",
 )
-SNAPSHOT = Deadline(
-    "snapshot",
-    60.0,
-    "DISTRUNTIME_SNAPSHOT_TIMEOUT",
-    "memory_snapshot(timeout=)",
-    "a worker to bring a snapshot of its memory",
-)
 REPR = Deadline(
     "repr",
     2.0,
@@ -147,5 +140,5 @@ ORPHAN = Deadline(
 
 DEADLINES = (
     *(CONNECT, DIAL, UNREACHABLE, GRACE, KEEP, SHUTDOWN, DETACH),
-    *(ASK, LOOK, TRACE, SNAPSHOT, REPR, MEET, GROUP, ORPHAN),
+    *(ASK, LOOK, TRACE, REPR, MEET, GROUP, ORPHAN),
 )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeAlias, TypeVar, get_args
 
 # This is the contract between master and worker. A change of any message or opcode changes this number.
-PROTOCOL = 15
+PROTOCOL = 16
 
 # msgpack brings these: the words of a log, the arguments of templates, and whatever a field does not say more
 # about.
@@ -543,13 +543,6 @@ class TraceKept(NamedTuple):
     why: str
 
 
-class SnapshotMade(NamedTuple):
-    """A snapshot of a worker's memory: its bytes, and how many values are in it."""
-
-    nbytes: int
-    values: int
-
-
 class ChannelOffer(NamedTuple):
     """Why a worker cannot offer a data channel, or nothing.
 
@@ -751,31 +744,6 @@ class StopTrace(Question[TraceKept]):
 @dataclass(frozen=True, slots=True)
 class TakeTrace(Question[bytes]):
     """Master to worker: reply with the bytes of the trace from an offset on. After the last ones it is
-    forgotten.
-    """
-
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class RecordMemory(Question[None]):
-    """Master to worker: switch torch's history of the memory of your GPUs on or off, for the whole worker.
-
-    `enabled` is torch's: "all", "state", or None for off. It keeps at most `most` entries.
-    """
-
-    enabled: str | None
-    most: int
-
-
-@dataclass(frozen=True, slots=True)
-class MakeSnapshot(Question[SnapshotMade]):
-    """Master to worker: note what memory you have in use, as text, and reply with its size."""
-
-
-@dataclass(frozen=True, slots=True)
-class TakeSnapshot(Question[bytes]):
-    """Master to worker: reply with the bytes of the snapshot from an offset on. After the last ones it is
     forgotten.
     """
 
@@ -1111,9 +1079,6 @@ Message = (
     | StartTrace
     | StopTrace
     | TakeTrace
-    | RecordMemory
-    | MakeSnapshot
-    | TakeSnapshot
     | ListenForPeers
     | ListPublished
     | ListVersions

@@ -2603,15 +2603,6 @@ class Tracing(Base):
         if not repr(found).startswith(" node  device") or len(found.devices) < self.world.nodes:
             self.differs(f"dr.memory(by={by!r}) shows {found}")
 
-    @operation(0.5)
-    def take_a_snapshot_of_memory(self) -> None:
-        node = self.random.randrange(self.world.nodes)
-        found: Any = dr.profiler.memory_snapshot(node=node)
-        whole = sum(segment["total_size"] for segment in found["segments"])
-        held = sum(block["size"] for segment in found["segments"] for block in segment["blocks"])
-        if whole != held or not isinstance(found["device_traces"], list):
-            self.differs(f"the snapshot of node {node} has segments of {whole} bytes, blocks of {held}")
-
 
 class Watching(Base):
     """Optimizers with shares of their state, and the tools that look at a model: NaN, time, ranges."""

@@ -132,7 +132,7 @@ _KERNELS = (
 _WITHOUT = "run the step without it; the master issues ahead of the worker, which hides the cost of launching"
 _BUSY = "dr.nodes() shows how busy each worker is"
 _ALLOCATOR = "the workers' allocators are torch's own"
-_SNAPSHOT = 'dr.profiler.memory_snapshot("x.pickle", node=0) writes one of a worker, in this format'
+_SNAPSHOT = "a function of dr.remote that calls it has one of its worker (docs/looking.md)"
 _REFUSED = {
     "set_stream": "with torch.cuda.stream(s): makes it the current one of a block",
     "cudart": "dr.nodes() and torch.cuda.mem_get_info() tell what it is mostly asked for",

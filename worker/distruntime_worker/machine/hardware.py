@@ -8,7 +8,7 @@ import importlib.util
 import logging
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -113,25 +113,6 @@ def allocated(device: torch.device) -> list[int]:
         return [held, held, reserved, reserved]
     names = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     return [_figure(device, name) for name in names]
-
-
-def tells_of_blocks(devices: Iterable[torch.device]) -> bool:
-    """Whether torch's allocator tells which blocks of memory some of these devices have: CUDA's does."""
-    return any(device.type == "cuda" for device in devices)
-
-
-def blocks() -> dict[str, object]:
-    """Return what torch's allocator tells of its blocks, as torch's own viewer reads it."""
-    if not tells_of_blocks(in_use()):
-        # Torch would open a context on the first device.
-        return {"segments": [], "device_traces": []}
-    return dict(torch.cuda.memory._snapshot())
-
-
-def record_blocks(enabled: Literal["all", "state"] | None, most: int) -> None:
-    """Let torch's allocator keep a history of its blocks, of so many entries at most, or keep none."""
-    # Stacks of C++ are long, and to name their functions takes minutes.
-    torch.cuda.memory._record_memory_history(enabled, stacks="python", max_entries=max(1, most))
 
 
 def reset_peak(device: torch.device) -> None:

@@ -25,16 +25,12 @@ from distruntime.wire.messages import (
     ListenForPeers,
     ListPublished,
     ListVersions,
-    MakeSnapshot,
     MemoryHeld,
     Question,
-    RecordMemory,
     Reply,
-    SnapshotMade,
     StartTrace,
     StopTrace,
     StopWorker,
-    TakeSnapshot,
     TakeTrace,
 )
 
@@ -47,7 +43,6 @@ from .address import peer_address, unusable_for_workers
 from .config import WorkerConfig
 from .report import Reporter
 from .session import Session
-from .snapshot import record
 
 # The log has so many characters of the reason for which a worker is to end.
 _REASON = 300
@@ -92,12 +87,11 @@ class Questions:
                 case StopTrace(request=request):
                     session.stop_trace(lambda kept: _reply(session, request, kept))
                     return
-                case MakeSnapshot(request=request):
-                    session.snapshot.make(lambda made: _tell(session, request, made))
-                    return
             session.send(Reply(question.request, self._reply(session, question)))
         except (RuntimeError, OSError) as error:
-            _fail(session, question.request, type(question).__name__, error)
+            op = type(question).__name__
+            cause = failure(lost.look(error, "a question"), seq=0, position=0, op=op, operands="")
+            session.send(Failed(question.request, failure_fields(cause)))
 
     def _reply(self, session: Session, question: Question[object]) -> object:
         executor, shelf = session.executor, session.executor.shelf
@@ -121,11 +115,6 @@ class Questions:
                 return ClockTimes(perf_counter_ns(), time_ns())
             case TakeTrace(offset=offset):
                 return session.tracing.take(offset)
-            case RecordMemory(enabled=enabled, most=most):
-                record(executor.state, enabled, most)
-                return None
-            case TakeSnapshot(offset=offset):
-                return session.snapshot.take(offset)
             case ListenForPeers(host=host):
                 return self._listen(session, host)
             case ListPublished():
@@ -148,18 +137,6 @@ class Questions:
             return session.listen(address, self._config.keys)
         except ConfigurationError as error:
             raise unusable_for_workers(address, error) from error
-
-
-def _fail(session: Session, request: int, op: str, error: Exception) -> None:
-    cause = failure(lost.look(error, "a question"), seq=0, position=0, op=op, operands="")
-    session.send(Failed(request, failure_fields(cause)))
-
-
-def _tell(session: Session, request: int, made: SnapshotMade | Exception) -> None:
-    if isinstance(made, Exception):
-        _fail(session, request, "MakeSnapshot", made)
-    else:
-        _reply(session, request, made)
 
 
 def _reply(session: Session, request: int, value: object) -> None:

@@ -46,7 +46,6 @@ from ..publishing.published import Others, Published
 from ..values.objects import failure
 from ..values.streams import Stream, Work
 from .executor import Executor
-from .snapshot import Snapshot
 from .tracing import Tracing
 
 log = logging.getLogger("distruntime.worker")
@@ -116,7 +115,6 @@ class Session:
         self.accept: Callable[[Segment, Sequence[Buffer]], None] = self.put
         self.accept_mesh: Callable[[MeshSegment, Sequence[Buffer]], None] = self.put_mesh
         self.tracing = Tracing(self.executor)
-        self.snapshot = Snapshot(self.executor.state)
         self.broken: str | None = None
         self._start(self.executor.default, "executor")
 

@@ -22,7 +22,6 @@ from distruntime.wire.codec import decode, encode
 from distruntime.wire.messages import (
     MESSAGES,
     PROTOCOL,
-    AskDevices,
     AskMemory,
     AskStatus,
     AskWorker,
@@ -47,7 +46,6 @@ _REPORT = ["played", 0, "", "", "", "", 0.0, False, 0.0, _DEVICES, [None], []]
 # An address that is empty says that there is no channel to other workers.
 _ANSWERS: dict[type, object] = {
     ListenForPeers: "",
-    AskDevices: _DEVICES,
     AskMemory: [0, 0, []],
     AskStatus: [0, None, 0.0],
     AskWorker: _REPORT,

@@ -241,13 +241,6 @@ def devices_from(rows: object) -> list[DeviceRow] | None:
     return found if found and len({row.name for row in found}) == len(found) else None
 
 
-def _all_devices(rows: object) -> object:
-    found = devices_from(rows)
-    if found is None:
-        raise _Unfit
-    return found
-
-
 # The key is the form that a request asks for: what a `Fetch` names, or the class of a `Question`.
 FORMS: Mapping[str, Reader] = {
     # A question that is just being made has no form yet: what comes before it was sent answers nothing.
@@ -259,7 +252,6 @@ FORMS: Mapping[str, Reader] = {
     "specs": _list_of(_such(_is_described)),
     "published": _list_of(_such(lambda row: _integers(row) and len(row) == 2)),
     **{cls.__name__: reader_of(_reply_type(cls)) for cls in MESSAGES if issubclass(cls, Question)},
-    "AskDevices": _all_devices,
 }
 
 

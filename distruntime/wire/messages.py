@@ -656,11 +656,6 @@ class FolderListing(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class AskDevices(Question[list[DeviceRow]]):
-    """Master to worker: say what devices you have, as in `Welcome.devices`, with their memory of now."""
-
-
-@dataclass(frozen=True, slots=True)
 class AskMemory(Question[MemoryHeld]):
     """Master to worker: say how many values this session holds, and which of them are poisoned."""
 
@@ -1065,7 +1060,6 @@ Message = (
     | AskMaster
     | MasterReport
     | Fetch
-    | AskDevices
     | AskMemory
     | AskStatus
     | AskTurns

@@ -29,7 +29,7 @@ from distruntime.session.session import active_session
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import decode, encode
 from distruntime.wire.keys import choose
-from distruntime.wire.messages import AskDevices, AskMemory, Goodbye, Reply, Welcome
+from distruntime.wire.messages import AskMemory, Goodbye, Reply, Welcome
 from forked_masters import start_master
 from greeting_samples import HELLO
 from network import Network
@@ -455,7 +455,7 @@ def test_a_greeting_that_comes_twice_begins_one_session(daemon: ListeningWorker)
         channel.connect(daemon.address, b"w")
         for _ in range(3):
             channel.send(b"w", [encode(HELLO)])
-        channel.send(b"w", [encode(AskDevices(1))])
+        channel.send(b"w", [encode(AskMemory(1))])
         arrived: list[object] = []
 
         def answered() -> bool:

@@ -401,7 +401,6 @@ GOOD: dict[str, Any] = {
     "StartTrace": None,
     "StopTrace": [[["aten::mm", False]], [["stream 0", "stream", 1]], 2, 0, 80, ""],
     "TakeTrace": b"rows",
-    "AskDevices": [["cpu", "a cpu", 1, 1, "", 0, 0, "", 0, []]],
     "ListenForPeers": "tcp://127.0.0.1:1",
 }
 

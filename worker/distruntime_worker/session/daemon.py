@@ -129,7 +129,7 @@ class Daemon:
         self._gone: deque[bytes] = deque(maxlen=4096)
         self._turns = Turns()
         self._reporter = Reporter(self._devices, self._sessions, config.master or self._channel.address)
-        self._questions = Questions(config, self._devices, self._turns, self._reporter)
+        self._questions = Questions(config, self._turns, self._reporter)
         self._metrics = None if config.metrics is None else Metrics(*config.metrics, config.keys)
         self._dials = count().__next__
         # The dialled master has hung up so often in a row, in the handshake.

@@ -10,7 +10,6 @@ from distruntime.wire.messages import (
     AskActivity,
     AskChannel,
     AskClock,
-    AskDevices,
     AskMemory,
     AskPassed,
     AskStacks,
@@ -37,7 +36,6 @@ from distruntime.wire.messages import (
 from ..collectives.data_channel import report
 from ..log.turns import Turns
 from ..machine import lost
-from ..machine.devices import Devices
 from ..values.objects import failure
 from .address import peer_address, unusable_for_workers
 from .config import WorkerConfig
@@ -55,8 +53,8 @@ OfStranger = AskWorker | AskActivity | AskStacks | StopWorker
 class Questions:
     """Answers the questions of all sessions of a worker."""
 
-    def __init__(self, config: WorkerConfig, devices: Devices, turns: Turns, reporter: Reporter) -> None:
-        self._config, self._devices, self._turns, self._reporter = config, devices, turns, reporter
+    def __init__(self, config: WorkerConfig, turns: Turns, reporter: Reporter) -> None:
+        self._config, self._turns, self._reporter = config, turns, reporter
         # It says why a holder of the key has asked this worker to end.
         self.stopped = ""
 
@@ -96,8 +94,6 @@ class Questions:
     def _reply(self, session: Session, question: Question[object]) -> object:
         executor, shelf = session.executor, session.executor.shelf
         match question:
-            case AskDevices():
-                return self._devices.info()
             case AskMemory():
                 state = executor.state
                 return MemoryHeld(len(state.slots), state.executed, state.poisoned())

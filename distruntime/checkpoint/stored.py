@@ -39,8 +39,7 @@ class Target:
             if self._residence is None:
                 raise PlacementError(
                     'the place of a load is a Place, "remote:1", a node by its number, a mesh, "cpu" for '
-                    "this process, "
-                    f"or None for where each tensor was; got {place!r:.80}"
+                    f"this process, or None for where each tensor was; got {place!r:.80}"
                 )
             self._residence.node.require_alive()
 

@@ -105,8 +105,7 @@ def check(
 def _check_channels(backend: str, data_channel: Choice) -> None:
     if backend in ("tcp", "tcp+tls", "mpi", "gloo", "nccl", "xccl"):
         raise ConfigurationError(
-            f"backend={backend!r} names a channel between workers; the command channel is always "
-            "ZeroMQ: use "
+            f"backend={backend!r} names a channel between workers; the command channel is always ZeroMQ: use "
             f'backend="zmq", data_channel={backend!r}'
         )
     if backend != "zmq":

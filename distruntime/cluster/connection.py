@@ -202,8 +202,7 @@ class Connection:
         if "connected" in self._seen:
             return (
                 f"something at {self.address} accepts connections but did not answer as a worker within "
-                f"{seconds:.0f} s: "
-                "is it a distruntime-worker, and not stopped?"
+                f"{seconds:.0f} s: is it a distruntime-worker, and not stopped?"
             )
         if self.is_tunnelled:
             return (

@@ -116,9 +116,8 @@ def lists_each(
     found = group_for(group, like)
     if not isinstance(value, Sequence) or isinstance(value, torch.Tensor) or len(value) != found.size():
         raise UsageError(
-            f"{name} must be a list with one list of tensors for each of the {found.size()} members "
-            f"of {found!r}, "
-            f"got {_described(value)}"
+            f"{name} must be a list with one list of tensors for each of the {found.size()} members of "
+            f"{found!r}, got {_described(value)}"
         )
     lists = []
     for rank, row in enumerate(value):
@@ -146,9 +145,8 @@ def at(group: ProcessGroup, rank: int, t: DistributedTensor, what: str) -> Distr
     if place != wanted:
         where = f"is rank {group.rank(place)} of it" if place in group.ranks else "is not in it"
         raise PlacementError(
-            f"{what} is on {place}, which {where}, where {group!r} has {wanted}: "
-            "give the tensors in the order of the ranks, or move it: "
-            f"x.to(dr.place({wanted.node}, {wanted.local_device!r}))"
+            f"{what} is on {place}, which {where}, where {group!r} has {wanted}: give the tensors in the "
+            f"order of the ranks, or move it: x.to(dr.place({wanted.node}, {wanted.local_device!r}))"
         )
     return t
 

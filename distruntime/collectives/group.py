@@ -222,9 +222,8 @@ class Groups:
         for home in homes:
             if home.node.members:
                 raise PlacementError(
-                    f"{home.place} are a mesh, which is no member of a group: what its members do "
-                    "together runs along its lines, "
-                    "dr.lines.all_reduce(mesh.lines(), x)"
+                    f"{home.place} are a mesh, which is no member of a group: what its members do together "
+                    "runs along its lines, dr.lines.all_reduce(mesh.lines(), x)"
                 )
             home.node.require_alive()
         name = self._channel_for(homes, backend)

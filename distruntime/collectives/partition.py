@@ -142,9 +142,8 @@ class Partition:
                 raise UsageError(f"{name}[{k}] is of another session than {self!r}")
             if shard.place != place:
                 raise PlacementError(
-                    f"{name}[{k}] is on {shard.place}, where {self!r} has {place}: give the shards "
-                    "in the order of the places, or move it: "
-                    f"x.to(dr.place({place.node}, {place.local_device!r}))"
+                    f"{name}[{k}] is on {shard.place}, where {self!r} has {place}: give the shards in the "
+                    f"order of the places, or move it: x.to(dr.place({place.node}, {place.local_device!r}))"
                 )
             if shard.dtype != shards[0].dtype:
                 raise UsageError(

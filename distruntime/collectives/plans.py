@@ -73,8 +73,7 @@ def cuts_of(size: Size, shape: Size) -> Cuts:
     if len(size) < len(shape):
         raise UsageError(
             f"a tensor of {len(size)} dimensions, {size}, cannot be cut along the {len(shape)} of a "
-            f"partition of shape {shape}: "
-            f"use a partition of at most {len(size)}, or x.reshape(...)"
+            f"partition of shape {shape}: use a partition of at most {len(size)}, or x.reshape(...)"
         )
     return tuple(balanced(n, parts) for n, parts in zip(size, shape + (1,) * (len(size) - len(shape))))
 
@@ -101,10 +100,9 @@ def measured(sizes: tuple[Size, ...], shape: Size) -> Cuts:
             same = first[index[d] if d < len(shape) else 0]
             if sizes[k][d] != sizes[same][d]:
                 raise UsageError(
-                    f"shards do not fit each other: along dimension {d} shard {same} of "
-                    f"{sizes[same]} is {sizes[same][d]} long and "
-                    f"shard {k} of {sizes[k]} is {sizes[k][d]}, expected the same, as both are "
-                    f"{f'part {index[d]} of {parts}' if d < len(shape) else 'whole'} there"
+                    f"shards do not fit each other: along dimension {d} shard {same} of {sizes[same]} is "
+                    f"{sizes[same][d]} long and shard {k} of {sizes[k]} is {sizes[k][d]}, expected the same, "
+                    f"as both are {f'part {index[d]} of {parts}' if d < len(shape) else 'whole'} there"
                 )
         cuts.append(tuple(sizes[k][d] for k in first))
     return tuple(cuts)
@@ -142,9 +140,8 @@ def spread(
     padded = (1,) * missing + from_shape
     if missing < 0 or any(a not in (1, b) for a, b in zip(padded, to_shape)):
         raise UsageError(
-            f"a partition of shape {from_shape} cannot be broadcast to one of shape {to_shape}: it "
-            "must not have more dimensions, and "
-            "each, counted from the last, must be as long or 1"
+            f"a partition of shape {from_shape} cannot be broadcast to one of shape {to_shape}: it must not "
+            "have more dimensions, and each, counted from the last, must be as long or 1"
         )
     targets: dict[int, list[int]] = {}
     for k, index in enumerate(coordinates(to_shape)):
@@ -311,9 +308,8 @@ def halo(sizes: tuple[Size, ...], shape: Size, widths: Widths) -> Plan:
                 have = lengths[c + direction]
                 if width > have:
                     raise UsageError(
-                        f"a halo must not be wider than what the neighbour has: along dimension {d} "
-                        f"shard {k} wants {width} from shard "
-                        f"{near}, which is {have} long there"
+                        f"a halo must not be wider than what the neighbour has: along dimension {d} shard "
+                        f"{k} wants {width} from shard {near}, which is {have} long there"
                     )
                 taken = _part(d, have - width if direction < 0 else 0, width, have)
                 pieces.append(Piece(near, taken, k, _part(d, start, width, grown[c]), width * others))

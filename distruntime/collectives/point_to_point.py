@@ -99,9 +99,8 @@ def recv(
     found = _matching_send(mail, place, source, tag, into)
     if found is None:
         raise UsageError(
-            f"nothing has been sent to {place}{_from(source)} with tag {tag}: waiting for it would "
-            "never end, as this program sends it "
-            "too. Call send() before recv(), or irecv(), which may come first"
+            f"nothing has been sent to {place}{_from(source)} with tag {tag}: waiting for it would never "
+            "end, as this program sends it too. Call send() before recv(), or irecv(), which may come first"
         )
     _write(mail, found, into)
     return found.source.node

@@ -76,9 +76,8 @@ def _widths(widths: object, partition: Partition) -> Widths:
             )
         ):
             raise UsageError(
-                f"halo[{d}] must be a width, a pair (left, right), or such a pair for each of the "
-                f"{parts} parts along dimension {d}, none "
-                f"below 0, got {entry!r}"
+                f"halo[{d}] must be a width, a pair (left, right), or such a pair for each of the {parts} "
+                f"parts along dimension {d}, none below 0, got {entry!r}"
             )
         found.append(tuple((left, right) for left, right in pairs))
     return tuple(found)

@@ -68,10 +68,9 @@ def _require_one_device(module: torch.nn.Module) -> None:
         return
     raise NotSupportedError(
         f"nn.DataParallel would run all of each batch on {place} and leave other devices idle, because it "
-        "finds no devices here to share it among. Replicas live on a mesh: "
-        f'mesh = dr.init_device_mesh("{kinds[0]}", ({len(place.members) or len(alike)},)); '
+        "finds no devices here to share it among. Replicas live on a mesh: mesh = "
+        f'dr.init_device_mesh("{kinds[0]}", ({len(place.members) or len(alike)},)); '
         "dr.parallel.DataParallel(model, mesh) shares a batch among them as this class does. For training, "
         "DistributedDataParallel(model.to(mesh.device), process_group=mesh.get_group()) with "
-        "dr.from_shards(batch.chunk(n), mesh) is faster. For one device leave "
-        "nn.DataParallel out"
+        "dr.from_shards(batch.chunk(n), mesh) is faster. For one device leave nn.DataParallel out"
     )

@@ -261,9 +261,8 @@ def _joined(found: list[Any], home: Residence | None, name: str, given: Sequence
                 "x.member(k) is one"
             )
         raise NotSupportedError(
-            f"{name}: torch asks for this process's own part here, and this process speaks for "
-            "all members of a mesh. "
-            "distruntime.fetch(x) gives the whole of a DTensor, "
+            f"{name}: torch asks for this process's own part here, and this process speaks for all members "
+            "of a mesh. distruntime.fetch(x) gives the whole of a DTensor, "
             "distruntime.fetch(model.state_dict()) of a model"
         )
     if isinstance(first, int) and not isinstance(first, bool):

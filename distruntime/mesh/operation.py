@@ -222,10 +222,9 @@ def even_splits(lines: Lines, x: torch.Tensor, output: Sequence[int], inputs: Se
     sizes = {int(n) for n in (*output, *inputs)}
     if [len(output), len(inputs)] != [size] * 2 or len(sizes) > 1 or given.size[:1] != (sum(inputs),):
         raise NotSupportedError(
-            f"all_to_all along a mesh: each of a line's {size} members sends as many rows to each, "
-            f"which are all that it has; got "
-            f"{tuple(given.size)}, sends {list(inputs)}, gets {list(output)}. "
-            "Uneven parts are for lists of tensors: dr.functional.all_to_all"
+            f"all_to_all along a mesh: each of a line's {size} members sends as many rows to each, which are "
+            f"all that it has; got {tuple(given.size)}, sends {list(inputs)}, gets {list(output)}. Uneven "
+            "parts are for lists of tensors: dr.functional.all_to_all"
         )
     return (tuple(int(n) for n in inputs),) * size
 

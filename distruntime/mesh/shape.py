@@ -63,8 +63,7 @@ def members_for(
         alive = sum(node.failed is None for node in session.nodes)
         raise PlacementError(
             f"a mesh of shape {tuple(sizes)} has {need} members, and this session has {len(have)} "
-            f"{device_type} device"
-            f"{'s' if len(have) != 1 else ''} on {alive} node{'s' if alive != 1 else ''}"
+            f"{device_type} device{'s' if len(have) != 1 else ''} on {alive} node{'s' if alive != 1 else ''}"
             + (f" ({len(session.nodes) - alive} lost)" if alive < len(session.nodes) else "")
             + (": make it smaller, or start" if have else ": name a kind that they have, or start")
             + " with more workers (world_size=, workers=); dr.nodes() shows what there is"

@@ -334,9 +334,8 @@ def _of_shards(from_local: Callable[..., Any]) -> Callable[..., Any]:
                 local_tensor = local_tensor if local_tensor.is_meta else local_tensor.to(home.device)
             elif getattr(home_of(local_tensor), "node", None) is not home.node:
                 raise PlacementError(
-                    f"a DTensor on {home.place} is made of a tensor there, or of a local one, which "
-                    "is sent to all members; "
-                    f"this one lives on {local_tensor.place}: make it there, or by "
+                    f"a DTensor on {home.place} is made of a tensor there, or of a local one, which is sent "
+                    f"to all members; this one lives on {local_tensor.place}: make it there, or by "
                     "dr.from_shards([...], mesh)"
                 )
             if isinstance(local_tensor, UnevenTensor) and kwargs.get("shape") is None:

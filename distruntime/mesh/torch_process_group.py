@@ -326,10 +326,9 @@ class MeshGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise NotSupportedError(
-            "along a mesh all members do the same: there are all_reduce, reduce, broadcast, "
-            "scatter, all_gather, reduce_scatter, all_to_all and "
-            "all_to_all_single. For one member and another, copy their tensors: "
-            "x.member(k).to(y.place), dr.functional"
+            "along a mesh all members do the same: there are all_reduce, reduce, broadcast, scatter, "
+            "all_gather, reduce_scatter, all_to_all and all_to_all_single. For one member and another, copy "
+            "their tensors: x.member(k).to(y.place), dr.functional"
         )
 
     gather = send = recv = recv_anysource = allreduce_coalesced = allgather_coalesced = _refuse

@@ -75,10 +75,9 @@ class _Varying(_local_tensor.LocalIntNode):
             ", ..." if len(self._local_ints) > 4 else ""
         )
         return UsageError(
-            f"this number differs from member to member ({shown}), and {what}: one program speaks "
-            "for all members, and takes one way. "
-            "Compute with the tensor that it is, mesh.coordinate(dim), and torch.where, or with "
-            "one member's tensors, t.member(k)"
+            f"this number differs from member to member ({shown}), and {what}: one program speaks for all "
+            "members, and takes one way. Compute with the tensor that it is, mesh.coordinate(dim), and "
+            "torch.where, or with one member's tensors, t.member(k)"
         )
 
 

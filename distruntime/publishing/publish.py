@@ -134,8 +134,7 @@ def _check_remote(name: str, thing: object, remote: Sequence[DistributedTensor])
     if not remote:
         raise UsageError(
             f"there is no remote tensor in what is to be published as {name!r} (of class "
-            f"{type(thing).__name__}): send it first, "
-            '.to("remote")'
+            f'{type(thing).__name__}): send it first, .to("remote")'
         )
     for tensor in remote:
         storage, node = tensor._handle.storage, tensor._handle.place.node

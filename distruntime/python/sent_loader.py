@@ -64,9 +64,8 @@ class Loader:
         if isinstance(given, IterableDataset):
             if share is not None:
                 raise NotSupportedError(
-                    "an IterableDataset has no parts for a mesh's members, as only a dataset with items "
-                    "and a length has: make one loader for each member, dr.data.data_loader(factory, "
-                    "node=place)"
+                    "an IterableDataset has no parts for a mesh's members, as only a dataset with items and "
+                    "a length has: make one loader for each member, dr.data.data_loader(factory, node=place)"
                 )
         else:
             self._sample(given, share, left)

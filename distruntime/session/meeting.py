@@ -183,8 +183,7 @@ class Meeting:
                     f"{direct} needs a direct route between {self.session.nodes[one]} and "
                     f"{self.session.nodes[other]}, and they reach each other only through ssh and this "
                     "machine. Open the ports between the two, or name the address by which they reach each "
-                    "other: "
-                    "ssh://HOST?address=HOST (docs/ssh.md)"
+                    "other: ssh://HOST?address=HOST (docs/ssh.md)"
                 )
 
     def has_route(self, here: Node, there: Node) -> bool:

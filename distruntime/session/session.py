@@ -196,8 +196,7 @@ class Session:
                     self.requests.discard(request)
                     raise DistruntimeError(
                         "a finalizer or a signal handler that runs inside the log's own sending cannot wait "
-                        "for what is still to be "
-                        "sent: let it note what it wants, and read later"
+                        "for what is still to be sent: let it note what it wants, and read later"
                     )
             self.post(node, Fetch(request.number, ref, after, form, options))
         return request
@@ -264,8 +263,7 @@ class Session:
             if inside and timeout is None and not done:
                 raise DistruntimeError(
                     "a finalizer or a signal handler that runs inside the log's own code waits no longer "
-                    f"than {_INSIDE:.0f} s for a "
-                    "value: let it note what it wants, and read later"
+                    f"than {_INSIDE:.0f} s for a value: let it note what it wants, and read later"
                 )
             if not inside:
                 self.requests.output.show(patient=True)
@@ -544,8 +542,7 @@ class Session:
         if not self.lasting:
             raise UsageError(
                 "this session has no name, so nobody could come back to it: name it, "
-                "init_master_worker(session=...), "
-                "or end it with shutdown()"
+                "init_master_worker(session=...), or end it with shutdown()"
             )
         self.ending.leave(limit)
 

@@ -366,9 +366,8 @@ class DistributedTensor(torch.Tensor):
             reduced: str | tuple[object, ...] = fetched(self).__reduce_ex__(protocol)
             return reduced
         raise NotSupportedError(
-            f"a tensor on {self.place} cannot be pickled: its values are on a worker. "
-            "torch.save(state, path) fetches and saves it; "
-            "elsewhere fetch it first: dr.fetch(state)"
+            f"a tensor on {self.place} cannot be pickled: its values are on a worker. torch.save(state, "
+            "path) fetches and saves it; elsewhere fetch it first: dr.fetch(state)"
         )
 
     def data_ptr(self) -> int:
@@ -425,9 +424,8 @@ class DistributedTensor(torch.Tensor):
     def storage(self) -> NoReturn:
         if self._handle.place.node.members:
             raise NotSupportedError(
-                f"a tensor on {self.place} has no typed storage in this process. "
-                "FullyShardedDataParallel needs one: use fully_shard "
-                "(torch.distributed.fsdp), which shards over a mesh"
+                f"a tensor on {self.place} has no typed storage in this process. FullyShardedDataParallel "
+                "needs one: use fully_shard (torch.distributed.fsdp), which shards over a mesh"
             )
         raise NotSupportedError(
             f"a tensor on {self.place} has no storage in this process; "

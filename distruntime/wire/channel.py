@@ -396,8 +396,7 @@ class Channel:
         if self._held_here():
             raise DistruntimeError(
                 "a finalizer or a signal handler that runs inside the socket's own code cannot wait for a "
-                "value: let it note what it "
-                "wants, and read later"
+                "value: let it note what it wants, and read later"
             )
         with shield, self._lock:
             if self._closed:

@@ -71,8 +71,7 @@ class KeyPair:
         except FileExistsError:
             raise ConfigurationError(
                 f"got a key path that is taken, {path}: a key is never overwritten, since workers may still "
-                "use it. "
-                "Give another path, or delete the file first."
+                "use it. Give another path, or delete the file first."
             ) from None
         except OSError as error:
             raise ConfigurationError(
@@ -112,8 +111,7 @@ class KeyPair:
         if not _is_key(public) or secret is None or not _is_key(secret) or zmq.curve_public(secret) != public:
             raise ConfigurationError(
                 f"got key file {path} without a whole key pair, expected what `distruntime-worker keygen` "
-                "writes. "
-                "Copy the cluster's key to it again, or make a new key for all."
+                "writes. Copy the cluster's key to it again, or make a new key for all."
             )
         return KeyPair(public, secret)
 
@@ -164,10 +162,9 @@ def require_own(path: Path, what: str) -> None:
     for place, status in ((path, path.stat()), (folder := path.resolve().parent, folder.stat())):
         if status.st_uid not in (os.geteuid(), 0):
             raise ConfigurationError(
-                f"got {what} at {path}, but {place} belongs to user {status.st_uid}, who can change it; "
-                "this process is user "
-                f"{os.geteuid()}'s. Copy the file to where only you can write, or do: chown {os.geteuid()} "
-                f"{place}"
+                f"got {what} at {path}, but {place} belongs to user {status.st_uid}, who can change it; this "
+                f"process is user {os.geteuid()}'s. Copy the file to where only you can write, or do: chown "
+                f"{os.geteuid()} {place}"
             )
         # Where a group has the user's own number, that user is its one member, as many systems set it up. In
         # a sticky folder one replaces one's own files.
@@ -213,10 +210,8 @@ def choose(address: str, *, path: Path | None = None, insecure: bool = False) ->
     if not is_local(address):
         raise ConfigurationError(
             f"got {address} without a key, expected a key for every address that other machines can reach: "
-            "workers run code for whoever "
-            f"may talk to them. Make one with `distruntime-worker keygen` and copy {default} to each "
-            "machine, or accept the risk with "
-            "--insecure (in Python: insecure=True)."
+            "workers run code for whoever may talk to them. Make one with `distruntime-worker keygen` and "
+            f"copy {default} to each machine, or accept the risk with --insecure (in Python: insecure=True)."
         )
     try:
         KeyPair.generate().save(default)
@@ -237,8 +232,7 @@ def warn_of_strangers(addresses: Sequence[str]) -> None:
         who = "every user of this machine" if all(map(is_local, open_to)) else "whoever reaches that address"
         log.warning(
             "insecure: at %s%s nobody has to prove who they are, and nothing is encrypted: %s may run code "
-            "as this user, and read and "
-            "change every tensor (docs/security.md)",
+            "as this user, and read and change every tensor (docs/security.md)",
             open_to[0],
             f" and {len(open_to) - 1} more" if len(open_to) > 1 else "",
             who,

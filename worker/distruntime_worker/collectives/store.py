@@ -92,9 +92,8 @@ class GroupStore(_Store):
         if len(key) > LONGEST_KEY or len(data) > LARGEST_VALUE:
             raise ValueError(
                 f"the store of a group takes keys of {LONGEST_KEY} characters and values of {LARGEST_VALUE} "
-                "bytes at most, "
-                f"got {key[:80]!r} with {len(data)} bytes: it is for finding each other, tensors take the "
-                "data channel"
+                f"bytes at most, got {key[:80]!r} with {len(data)} bytes: it is for finding each other, "
+                "tensors take the data channel"
             )
         with self._changed:
             self._require()

@@ -152,6 +152,5 @@ class Budget:
         where = str(device) if device.index is None else f"{device} (GPU {device.index})"
         return torch.OutOfMemoryError(
             f"session {self._session!r} may hold {size_text(self._most[device])} on {where} of "
-            f"{socket.gethostname()} (--max-memory); "
-            f"it holds {size_text(held)}, and {what}"
+            f"{socket.gethostname()} (--max-memory); it holds {size_text(held)}, and {what}"
         )

@@ -91,8 +91,6 @@ def unusable_for_workers(address: str, error: ConfigurationError) -> Configurati
     why = getattr(cause, "strerror", "") or cause
     return ConfigurationError(
         f"cannot listen at {address.removeprefix('tcp://')} for other workers: {why}. Expected a host of "
-        "this "
-        "machine and a free port, and one session at a time where the port is named: start the worker with "
-        "another "
-        "--data-address HOST:PORT, or leave the port out"
+        "this machine and a free port, and one session at a time where the port is named: start the worker "
+        "with another --data-address HOST:PORT, or leave the port out"
     )

@@ -52,8 +52,7 @@ def refusal(hello: Hello, found: Session | None, sessions: Mapping[str, Session]
             pid = ", ".join(map(str, found.process[1:2]))
             return (
                 f"the session {hello.session!r} is in use, by pid {pid} on "
-                f"{found.master.rpartition(' on ')[2]}: "
-                "force=True takes it over, or choose another name"
+                f"{found.master.rpartition(' on ')[2]}: force=True takes it over, or choose another name"
             )
         case "new" if found is not None:
             return (

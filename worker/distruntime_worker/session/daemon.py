@@ -247,8 +247,7 @@ class Daemon:
                     if event.final or self._hang_ups >= HANG_UPS:
                         raise ConnectionFailed(
                             f"the master at {self._config.master} and this worker do not hold the same key "
-                            f"({what}), "
-                            "or the master has no descriptors left"
+                            f"({what}), or the master has no descriptors left"
                         )
 
     def _watch(self) -> None:

@@ -159,8 +159,7 @@ def spec_fields(tensor: torch.Tensor) -> list[Plain]:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise NotSupportedError(
             f"the result is {tensor.layout if tensor.layout is not torch.strided else 'quantized'}; remote "
-            "tensors are strided only. "
-            "Use .to_dense(), or fetch the operands and compute locally"
+            "tensors are strided only. Use .to_dense(), or fetch the operands and compute locally"
         )
     bits = (1 if tensor.is_conj() else 0) | (2 if tensor.is_neg() else 0)
     return [

@@ -142,11 +142,9 @@ class Gloo(TorchGroup):
 
     def _not_with(self, rank: int, why: str) -> ConnectionError:
         return ConnectionError(
-            f"gloo at rank {self.rank} is not connected with rank {rank}: it {why}. Expected a connection "
-            "of the two alone; "
-            "somebody who is no member has come between, or addresses are translated on the way. No tensor "
-            "was sent. "
-            'Where others can be on the way, use data_channel="tcp+tls"'
+            f"gloo at rank {self.rank} is not connected with rank {rank}: it {why}. Expected a connection of "
+            "the two alone; somebody who is no member has come between, or addresses are translated on the "
+            'way. No tensor was sent. Where others can be on the way, use data_channel="tcp+tls"'
         )
 
     def abort(self) -> None:

@@ -48,7 +48,12 @@ def launch(options: argparse.Namespace) -> int:
         found = slurm.allocation(workers=options.count)
         if found is not None:
             return _in_allocation(options, words, found)
-        return _submit(options, words) if options.slurm else _here(options, words)
+        if options.slurm:
+            raise ConfigurationError(
+                "got --slurm outside of an allocation of Slurm. Ask for one with `salloc --nodes=2 "
+                "distruntime launch ...`, or with a batch script (docs/launching.md#slurm)"
+            )
+        return _here(options, words)
     except DistruntimeError as error:
         print(f"distruntime launch: {error}", file=sys.stderr)
         return 2
@@ -174,33 +179,6 @@ def _run_job(job: Job) -> int:
 
 
 # -- what others start ---------------------------------------------------------------------------------------
-
-
-def _submit(options: argparse.Namespace, words: list[str]) -> int:
-    """Hand a batch script to Slurm. Inside of the allocation, it is this command again."""
-    asked = [f"--nodes={options.nodes or 1}", slurm.name_of_job(words[0]), *options.sbatch]
-    if options.count is not None:
-        asked.append(f"--ntasks={options.count}")
-    again = [sys.executable, "-m", "distruntime", "launch", "--slurm", *_repeated(options)]
-    again += ["--requeue"] if options.requeue else []
-    text = slurm.batch_script(asked, [*again, *words], requeue=options.requeue, warning=options.warning)
-    print(text if options.dry_run else slurm.submit(text), end="" if options.dry_run else "\n")
-    return 0
-
-
-def _repeated(options: argparse.Namespace) -> list[str]:
-    """Return the options that hold inside of an allocation and in pods, too."""
-    found = [f"--max-restarts={options.max_restarts}"]
-    if options.simulate_cuda:
-        found.append(f"--simulate-cuda={options.simulate_cuda}")
-    if options.threads is not None:
-        found.append(f"--threads={options.threads}")
-    return [
-        *found,
-        *(["--verbose"] if options.verbose else []),
-        *(["--no-python"] if options.no_python else []),
-        *(["-m"] if options.module else []),
-    ]
 
 
 def _be_a_rank(options: argparse.Namespace, words: list[str]) -> int:

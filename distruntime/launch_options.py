@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .launching.slurm import WARNING
-
 _DESCRIPTION = """\
 Start workers, then a script, and end the workers with it. In the script, init_master_worker() finds them.
 SCRIPT is a file of Python, `repl` for a prompt, or with -m the name of a module.
@@ -54,9 +52,6 @@ def add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="where the script listens for workers, such as tcp://0.0.0.0:29400 (default: any free port)",
     )
     parser.add_argument("--verbose", action="store_true", help="show routine lines of the workers' logs too")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print what would be submitted, and do nothing"
-    )
     _add_for_clusters(parser)
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument(
@@ -78,7 +73,7 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--slurm",
         action="store_true",
-        help="start workers by srun in this allocation; where there is none, submit a job to sbatch",
+        help="start workers by srun in this allocation",
     )
     where.add_argument(
         "--mpi",
@@ -89,26 +84,11 @@ def _add_where(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_for_clusters(parser: argparse.ArgumentParser) -> None:
-    slurm = parser.add_argument_group("with --slurm, where there is no allocation")
-    slurm.add_argument("--nodes", type=_positive, metavar="N", help="ask for so many machines (1)")
-    slurm.add_argument(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="OPTION",
-        help="an option of sbatch, such as --sbatch=--time=4:00:00; may be given again and again",
-    )
+    slurm = parser.add_argument_group("with --slurm")
     slurm.add_argument(
         "--requeue",
         action="store_true",
-        help="before the time is over, end the script with SIGTERM and queue the job again",
-    )
-    slurm.add_argument(
-        "--warning",
-        type=_positive,
-        default=WARNING,
-        metavar="S",
-        help=f"with --requeue: so many seconds before that (default: {WARNING})",
+        help="at Slurm's SIGUSR1, end the script with SIGTERM and queue the job again",
     )
     mpi = parser.add_argument_group("with --mpi")
     mpi.add_argument(

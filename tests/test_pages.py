@@ -30,7 +30,6 @@ NOT_HERE = [
     ("launching", "distruntime-worker --master tcp://here", "the machine that it dials"),
     ("gpu", "make gpu", "a GPU"),
     ("launching", "salloc ", "a cluster of Slurm; tests/launching/test_slurm.py has one"),
-    ("launching", "distruntime launch --slurm", "a cluster of Slurm; tests/launching/test_slurm.py has one"),
     ("launching", "mpirun ", "MPI; tests/launching/test_launch.py plays its part"),
     ("launching", "distruntime-worker keygen key && kubectl", "a cluster of Kubernetes"),
     ("launching", "kubectl ", "a cluster of Kubernetes"),

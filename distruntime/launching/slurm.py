@@ -1,4 +1,4 @@
-"""Workers in an allocation of Slurm, each behind an `srun`; and the batch script that asks for one."""
+"""Workers in an allocation of Slurm, each behind an `srun`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import final
 
 from ..errors import ConfigurationError, ConnectionFailed
@@ -29,8 +28,6 @@ _OF_THE_ALLOCATION = (
     "SLURM_DISTRIBUTION",
     "SLURM_CPU_BIND",
 )
-# Slurm sends the signal so many seconds before the time limit, unless the user says otherwise.
-WARNING = 120
 
 
 @dataclass(frozen=True)
@@ -102,13 +99,11 @@ def tasks(text: str, hosts: int) -> list[int]:
     return found if len(found) == hosts and all(found) else [1] * hosts
 
 
-def _answer(words: Sequence[str], text: str | None = None) -> str:
+def _answer(words: Sequence[str]) -> str:
     """Return what one of Slurm's commands prints."""
     try:
-        # A script may name paths in any letters, which go through as they are whatever the locale.
         done = subprocess.run(
             list(words),
-            input=text,
             capture_output=True,
             encoding="utf-8",
             errors="surrogateescape",
@@ -161,35 +156,6 @@ class SlurmLauncher(Launcher):
             *(sys.executable, "-m", "distruntime_worker", *spec.arguments()),
         ]
         return start_program("srun", words, spec, environment, ends=not spec.lasting)
-
-
-def name_of_job(script: str) -> str:
-    """Return the option that names a job by its script, as a line of a batch script takes it."""
-    name = Path(script).stem.replace("\\", "\\\\").replace('"', '\\"')
-    # A blank would begin another option there, and a "#" a comment.
-    return f'"--job-name={name}"' if re.search(r"[\s\"'\\#]", name) else f"--job-name={name}"
-
-
-def batch_script(options: Sequence[str], words: Sequence[str], *, requeue: bool, warning: int) -> str:
-    """Return the script that `sbatch` takes.
-
-    Args:
-        options: those of `sbatch`, such as "--nodes=2".
-        words: the command that launches, inside of the allocation.
-        requeue: whether the job is queued again before its time is over.
-        warning: it then gets a signal so many seconds before.
-    """
-    lines = [f"#SBATCH {option}" for option in options]
-    if requeue:
-        # The signal goes to the batch script alone, which `exec` makes the launch. The log goes on where it
-        # was.
-        lines += ["#SBATCH --requeue", f"#SBATCH --signal=B:USR1@{warning}", "#SBATCH --open-mode=append"]
-    return "\n".join(["#!/bin/sh", *lines, f"exec {shlex.join(words)}", ""])
-
-
-def submit(script: str) -> str:
-    """Hand a batch script to Slurm. Return what `sbatch` says, such as "Submitted batch job 7"."""
-    return _answer(["sbatch"], script).strip()
 
 
 def queue_again(job: str) -> str:

@@ -1,9 +1,10 @@
-"""Workers in an allocation of Slurm: what Slurm says, what `srun` and `sbatch` get, and a real Slurm."""
+"""Workers in an allocation of Slurm: what Slurm says, what `srun` gets, and a real Slurm."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -18,8 +19,6 @@ from distruntime.launching.slurm import (
     Allocation,
     SlurmLauncher,
     allocation,
-    batch_script,
-    name_of_job,
     queue_again,
     tasks,
 )
@@ -119,49 +118,9 @@ def test_each_worker_is_a_step_on_its_machine_with_its_share_of_the_gpus(
         assert "SLURM_NTASKS" not in variables
 
 
-def test_a_batch_script_becomes_the_launch_and_hears_of_its_limit() -> None:
-    words = ["distruntime", "launch", "a b.py"]
-    text = batch_script(["--nodes=2", "--time=4:00:00"], words, requeue=True, warning=60)
-    assert text.splitlines() == [
-        "#!/bin/sh",
-        "#SBATCH --nodes=2",
-        "#SBATCH --time=4:00:00",
-        "#SBATCH --requeue",
-        "#SBATCH --signal=B:USR1@60",
-        "#SBATCH --open-mode=append",
-        "exec distruntime launch 'a b.py'",
-    ]
-    assert "USR1" not in batch_script([], ["distruntime"], requeue=False, warning=60)
-
-
-@pytest.mark.parametrize(
-    ("script", "option"),
-    [
-        ("jobs/train.py", "--job-name=train"),
-        ("my jobs/träin.py", "--job-name=träin"),
-        ("my first run.py", '"--job-name=my first run"'),
-        ("run #2.py", '"--job-name=run #2"'),
-        ('the "good" \\one.py', r'"--job-name=the \"good\" \\one"'),
-    ],
-)
-def test_a_job_has_the_name_of_its_script(script: str, option: str) -> None:
-    assert name_of_job(script) == option
-
-
-def test_outside_of_an_allocation_a_job_is_printed_or_submitted(programs: Path, tmp_path: Path) -> None:
-    write(programs, "sbatch", "open('batch', 'w').write(sys.stdin.read()); print('Submitted batch job 7')")
-    path = {"PATH": os.environ["PATH"]}
-    options = "--slurm --nodes 2 -n 4 --sbatch=--time=1:00:00 --threads 2 train.py -x".split()
-    with Launch(tmp_path, *options, **path) as launch:
-        assert launch.ended() == 0, launch.said()
-        assert launch.out == "Submitted batch job 7\n"
-    text = (tmp_path / "batch").read_text(encoding="utf-8")
-    with Launch(tmp_path, *options[:1], "--dry-run", *options[1:], **path) as launch:
-        assert launch.ended() == 0 and launch.out == text
-    assert {f"#SBATCH --{line}" for line in ("nodes=2", "ntasks=4", "time=1:00:00", "job-name=train")} <= set(
-        text.splitlines()
-    )
-    assert text.splitlines()[-1].endswith("launch --slurm --max-restarts=3 --threads=2 train.py -x")
+def test_outside_of_an_allocation_the_launch_says_how_to_get_one(tmp_path: Path) -> None:
+    with Launch(tmp_path, "--slurm", "train.py") as launch:
+        assert launch.ended() == 2 and "got --slurm outside of an allocation of Slurm" in launch.err
 
 
 SCRIPT = """
@@ -214,13 +173,21 @@ def test_in_a_real_allocation(slurm: OneNodeSlurm, tmp_path: Path) -> None:
 @pytest.mark.slow(reason="starts Slurm's daemons, and a batch job twice")
 def test_a_job_is_queued_again_before_its_time_is_over(slurm: OneNodeSlurm, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WAITS, encoding="utf-8")
-    options = "--slurm -n 2 --requeue --sbatch=--overcommit --sbatch=--output=job.log train.py".split()
+    page = (Path(__file__).parents[2] / "docs/launching.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"^```sh\n(#!/bin/sh\n#SBATCH .*?)^```\n", page, re.M | re.S)
+    launch_here = shlex.join([sys.executable, "-m", "distruntime", "launch"])
+    # There is one machine here, and no GPU.
+    script = script.replace("distruntime launch", launch_here).replace(
+        "--nodes=2 --gpus-per-node=4", "--ntasks=2"
+    )
+    (tmp_path / "job.sh").write_text(script, encoding="utf-8")
+    options = ("--overcommit", "--output=job.log", "job.sh")
     log = tmp_path / "job.log"
 
     def count(text: str) -> int:
         return log.read_text(encoding="utf-8").count(text) if log.exists() else 0
 
-    with Launch(tmp_path, *options, **slurm.variables) as launch:
+    with Launch(tmp_path, *options, program=("sbatch",), **slurm.variables) as launch:
         assert launch.ended() == 0, launch.said()
         job = launch.out.rpartition(" ")[2].strip()
         try:

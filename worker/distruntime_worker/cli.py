@@ -24,7 +24,7 @@ from distruntime.wire.keys import KeyPair, choose, default_path, warn_of_strange
 from distruntime.wire.scratch import sweep
 
 from .options import keygen_parser, parser, token_parser
-from .service import JsonLines, unit
+from .service import JsonLines
 from .session.config import WorkerConfig
 from .settings import complete
 
@@ -64,11 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["token"]:
             return _token(token_parser().parse_args(arguments[1:]))
         known = parser()
-        options = known.parse_args(complete(known, arguments))
-        if options.print_systemd:
-            print(unit(arguments), end="")
-            return 0
-        return _serve(options)
+        return _serve(known.parse_args(complete(known, arguments)))
     except (ConfigurationError, ConnectionFailed) as error:
         print(f"distruntime-worker: {error}", file=sys.stderr)
         return 2

@@ -27,11 +27,6 @@ def parser() -> argparse.ArgumentParser:
     _add_meeting(parser)
     _add_work(parser)
     _add_reports(parser)
-    parser.add_argument(
-        "--print-systemd",
-        action="store_true",
-        help="print a unit of systemd that runs this worker with these arguments, and do nothing else",
-    )
     parser.add_argument("--version", action="version", version=f"distruntime {__version__}")
     # local_workers.py passes this: the worker ends with its last session.
     parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)

@@ -14,7 +14,7 @@ _VARIABLE = "DISTRUNTIME_WORKER_"
 _WHERE = frozenset({"listen", "master"})
 _YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 # These are no settings of a worker.
-_NOT_SETTINGS = frozenset({"help", "version", "print-systemd", "local", "once"})
+_NOT_SETTINGS = frozenset({"help", "version", "local", "once"})
 
 
 def complete(

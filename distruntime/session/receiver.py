@@ -13,26 +13,10 @@ from typing import Protocol, final
 from ..errors import ProtocolError
 from ..log.node import Node
 from ..log.worker_warnings import WorkerWarnings
+from ..wire import messages
 from ..wire.channel import Channel, PeerEvent
 from ..wire.codec import Buffer, decode
 from ..wire.inbox import Frames
-from ..wire.messages import (
-    Ack,
-    AskMaster,
-    BreakGroup,
-    Detach,
-    Done,
-    Failed,
-    Goodbye,
-    Join,
-    Message,
-    Part,
-    Printed,
-    Refused,
-    Reply,
-    Warned,
-    Welcome,
-)
 from ..wire.shield import shield
 from ..wire.strangers import Tally
 from .launched import LaunchedWorkers
@@ -56,7 +40,7 @@ class Connector(Protocol):
     def retire(self, peer: bytes) -> None:
         """Let nothing count any more that comes on a connection."""
 
-    def greeted(self, peer: bytes, message: Join | Welcome | Refused) -> None:
+    def greeted(self, peer: bytes, message: messages.Join | messages.Welcome | messages.Refused) -> None:
         """Act on what a worker says before it is one of the session's, or is again."""
 
     def happened(self, event: PeerEvent) -> None:
@@ -85,13 +69,13 @@ class Owner(Protocol):
     connector: Connector
     nodes: list[Node]
     on_broken: Callable[[Node, int, str], None]
-    on_asked: Callable[[Node, AskMaster], None]
+    on_asked: Callable[[Node, messages.AskMaster], None]
     requests: Requests
     warnings: WorkerWarnings
     strangers: Tally
     workers: LaunchedWorkers
 
-    def greet(self, peer: bytes, message: Message) -> None:
+    def greet(self, peer: bytes, message: messages.Message) -> None:
         """Send one message to whoever is at the other end of a connection."""
 
     def cut(self, node: Node, why: str) -> None:
@@ -150,9 +134,9 @@ class Receiver:
             else:
                 self._session.strangers.note(f"ignored a peer that is no worker: {error}")
 
-    def _deliver(self, peer: bytes, message: Message, payloads: Sequence[Buffer]) -> None:
+    def _deliver(self, peer: bytes, message: messages.Message, payloads: Sequence[Buffer]) -> None:
         node = self.by_peer.get(peer)
-        if isinstance(message, (Join, Welcome, Refused)):
+        if isinstance(message, (messages.Join, messages.Welcome, messages.Refused)):
             self._session.connector.greeted(peer, message)
             return
         if node is None:
@@ -161,33 +145,33 @@ class Receiver:
                 return
             raise ProtocolError(f"{type(message).__name__} from a peer that is no worker of this session")
         link = node.link
-        if isinstance(message, Ack):
+        if isinstance(message, messages.Ack):
             link.acknowledge(message.received)
             return
-        if link.count(sum(map(len, payloads)) if payloads else 0, type(message) is Part):
-            self._session.greet(peer, Ack(link.received))
+        if link.count(sum(map(len, payloads)) if payloads else 0, type(message) is messages.Part):
+            self._session.greet(peer, messages.Ack(link.received))
         match message:
-            case Done():
+            case messages.Done():
                 node.done(message)
-            case Warned(kind=kind, text=text):
+            case messages.Warned(kind=kind, text=text):
                 self._session.warnings.note(kind, text, node.line_of(message.seq, message.position))
-            case Printed():
+            case messages.Printed():
                 line = node.line_of(message.seq, message.position)
                 self._session.requests.output.note(node, message, line)
-            case Part():
+            case messages.Part():
                 self._session.requests.part(node, message.request, message.offset, payloads)
-            case Reply():
+            case messages.Reply():
                 self._session.requests.reply(node, message.request, message.value, payloads)
-            case Failed():
+            case messages.Failed():
                 self._session.requests.fail(node, message.request, message.failure)
-            case AskMaster():
+            case messages.AskMaster():
                 self._session.on_asked(node, message)
-            case BreakGroup():
+            case messages.BreakGroup():
                 self._session.on_broken(node, message.group, message.reason)
-            case Goodbye():
+            case messages.Goodbye():
                 node.presence.has_left = True
                 self._session.lose(node, f"left: {message.reason}")
-            case Detach():
+            case messages.Detach():
                 node.presence.has_left = node.presence.taken = True
                 self._session.lose(node, f"left: {message.reason}")
             case _:

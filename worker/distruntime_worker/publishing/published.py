@@ -15,23 +15,8 @@ from itertools import count
 import torch
 
 from distruntime.errors import InternalError, NotSupportedError, ProtocolError, UsageError
+from distruntime.wire import messages
 from distruntime.wire.codec import daemons_from, failure_fields
-from distruntime.wire.messages import (
-    ADOPT,
-    PUBLISH,
-    DaemonRecord,
-    Dropped,
-    Failed,
-    Failure,
-    FoundVersion,
-    FoundVersions,
-    Listed,
-    Listing,
-    Plain,
-    Reply,
-    StoredTensor,
-    Versions,
-)
 from distruntime.wire.shield import Lock
 
 from ..log.lost_devices import is_on
@@ -70,24 +55,24 @@ class Record:
     version: int
     shared: bool
     what: str
-    listed: list[DaemonRecord]
+    listed: list[messages.DaemonRecord]
     envelope: bytes
     # A tensor is `Poisoned` where a write has failed since.
     tensors: list[torch.Tensor | Poisoned]
     # Each tensor has a number of its own, and one of its memory.
     numbers: list[tuple[int, int]]
 
-    def rows(self) -> list[StoredTensor]:
+    def rows(self) -> list[messages.StoredTensor]:
         """Return the tensors as they are now."""
-        rows: list[StoredTensor] = []
+        rows: list[messages.StoredTensor] = []
         for k, value in enumerate(self.tensors):
             tensor, memory = self.numbers[k]
             if isinstance(value, torch.Tensor):
                 memory = _numbered(value.untyped_storage())
                 self.numbers[k] = tensor, memory
-                rows.append(StoredTensor(tensor, memory, [*spec_fields(value)]))
+                rows.append(messages.StoredTensor(tensor, memory, [*spec_fields(value)]))
             else:
-                rows.append(StoredTensor(tensor, memory, None))
+                rows.append(messages.StoredTensor(tensor, memory, None))
         return rows
 
     def nbytes(self) -> int:
@@ -133,7 +118,7 @@ class Published:
         # Their tensors die after the lock is free.
         return bool(gone)
 
-    def spoil(self, memory: torch.UntypedStorage, cause: Failure) -> None:
+    def spoil(self, memory: torch.UntypedStorage, cause: messages.Failure) -> None:
         """Poison what is in `memory`: a write that was issued has not happened."""
         # Its log may be over when it is read.
         poisoned = Poisoned(replace(cause, seq=0, position=0))
@@ -142,13 +127,13 @@ class Published:
                 if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == memory._cdata:
                     record.tensors[k] = poisoned
 
-    def spoil_all(self, cause: Failure) -> None:
+    def spoil_all(self, cause: messages.Failure) -> None:
         """Poison everything: nobody knows what is in the session's memory."""
         poisoned = Poisoned(replace(cause, seq=0, position=0))
         for _, record in self.every():
             record.tensors[:] = [poisoned] * len(record.tensors)
 
-    def lose(self, device: torch.device, cause: Failure) -> None:
+    def lose(self, device: torch.device, cause: messages.Failure) -> None:
         """Poison what is on a device that is lost."""
         for _, record in self.every():
             for k, value in enumerate(record.tensors):
@@ -167,44 +152,46 @@ class Shelf:
     def __init__(self, state: State, published: Published, others: Others, read_only: ReadOnly) -> None:
         self.published, self._others, self._state, self.read_only = published, others, state, read_only
         # The key is the token; an entry stays until its values have refs.
-        self._found: dict[int, tuple[dict[int, tuple[Record, list[StoredTensor]]], bool]] = {}
-        self.table: dict[Plain, Step] = {
-            PUBLISH: Own("publish", self._publish),
-            ADOPT: Own("lookup", self._adopt),
+        self._found: dict[int, tuple[dict[int, tuple[Record, list[messages.StoredTensor]]], bool]] = {}
+        self.table: dict[messages.Plain, Step] = {
+            messages.PUBLISH: Own("publish", self._publish),
+            messages.ADOPT: Own("lookup", self._adopt),
         }
         state.spoil, state.spoil_all = published.spoil, published.spoil_all
         state.losing.append(published.lose)
 
     # -- what the master asks (the reader) ---------------------------------------------------------
 
-    def listing(self) -> Listing:
+    def listing(self) -> messages.Listing:
         """Return what this session has published, and what others share."""
         mine = self.published
         rows = [_row("", mine, name, record) for name, record in mine.every()]
         for owner, other in self._strangers().items():
             rows += [_row(owner, other, name, record) for name, record in other.every() if record.shared]
-        return Listing(mine.identity, rows)
+        return messages.Listing(mine.identity, rows)
 
-    def versions(self, name: str) -> Versions:
+    def versions(self, name: str) -> messages.Versions:
         """Return which versions there are of a name."""
-        return Versions(self.published.identity, [record.version for record in self.published.versions(name)])
+        return messages.Versions(
+            self.published.identity, [record.version for record in self.published.versions(name)]
+        )
 
-    def drop_older(self, name: str, version: int) -> Dropped:
+    def drop_older(self, name: str, version: int) -> messages.Dropped:
         """Drop what there is of a name before a version."""
         gone = self.published.drop(name, lambda number: number < version)
-        return Dropped(self.published.identity, gone)
+        return messages.Dropped(self.published.identity, gone)
 
-    def drop(self, name: str, version: int) -> Dropped:
+    def drop(self, name: str, version: int) -> messages.Dropped:
         """Drop one version of a name, or all of them (0)."""
         gone = self.published.drop(name, lambda number: version in (0, number))
-        return Dropped(self.published.identity, gone)
+        return messages.Dropped(self.published.identity, gone)
 
-    def find(self, owner: str, name: str, token: int) -> FoundVersions:
+    def find(self, owner: str, name: str, token: int) -> messages.FoundVersions:
         """Return the versions of a name, and hold them for an `ADOPT` with this token."""
         known: Published | None = self._strangers().get(owner)
         whose = self.published if owner in ("", self.published.session) else known
         if whose is None:
-            return FoundVersions("", [])
+            return messages.FoundVersions("", [])
         foreign = whose is not self.published
         found = {
             record.version: (record, record.rows())
@@ -215,8 +202,10 @@ class Shelf:
             if foreign:
                 self.read_only.watch()
             self._found[token] = found, foreign
-        versions = [FoundVersion(version, record.envelope, rows) for version, (record, rows) in found.items()]
-        return FoundVersions(whose.identity, versions)
+        versions = [
+            messages.FoundVersion(version, record.envelope, rows) for version, (record, rows) in found.items()
+        ]
+        return messages.FoundVersions(whose.identity, versions)
 
     def _strangers(self) -> dict[str, Published]:
         return {owner: other for owner, other in self._others().items() if other is not self.published}
@@ -238,12 +227,12 @@ class Shelf:
         if cause is None and (error := self._unfit(values)) is not None:
             cause = state.failure(p, i, error, "publish", described(values[:1]))
         if cause is not None:
-            state.send(Failed(request, failure_fields(cause)), None)
+            state.send(messages.Failed(request, failure_fields(cause)), None)
             return i + 4
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         numbers = [(_numbered(value), _numbered(value.untyped_storage())) for value in tensors]
         self.published.add(name, Record(version, shared, what, listed, envelope, [*tensors], numbers))
-        state.send(Reply(request, numbers), None)
+        state.send(messages.Reply(request, numbers), None)
         return i + 4
 
     def _unfit(self, values: list[object]) -> Exception | None:
@@ -284,8 +273,8 @@ class Shelf:
         return i + 4
 
 
-def _row(owner: str, whose: Published, name: str, record: Record) -> Listed:
-    return Listed(
+def _row(owner: str, whose: Published, name: str, record: Record) -> messages.Listed:
+    return messages.Listed(
         owner,
         whose.identity,
         name,

@@ -24,45 +24,13 @@ from pathlib import Path
 import torch
 
 from distruntime.errors import ConfigurationError, ConnectionFailed, ProtocolError
+from distruntime.wire import messages
 from distruntime.wire.channel import HANG_UPS, Channel, PeerGone
 from distruntime.wire.codec import decode, encode, failure_fields
 from distruntime.wire.deadlines import DIAL, UNREACHABLE
 from distruntime.wire.descriptors import raise_limit, spare
 from distruntime.wire.identity import has_died, process
 from distruntime.wire.inbox import Frames
-from distruntime.wire.messages import (
-    PROTOCOL,
-    Ack,
-    BreakGroup,
-    Bury,
-    Cancel,
-    CommitSave,
-    Detach,
-    Failed,
-    Fetch,
-    Goodbye,
-    Hello,
-    Join,
-    ListFolder,
-    MasterReport,
-    MeshSegment,
-    Message,
-    Notify,
-    OpenGroup,
-    OpenLines,
-    OpenMesh,
-    OpenStream,
-    Peers,
-    Question,
-    ReadIndex,
-    Refused,
-    RemoveFiles,
-    Segment,
-    Signal,
-    SweepSaves,
-    Typed,
-    Welcome,
-)
 from distruntime.wire.scratch import hold
 from distruntime.wire.strangers import Tally
 
@@ -166,7 +134,8 @@ class Daemon:
         self._master = b"master-%d" % self._dials()
         self._channel.connect(self._config.master, self._master)
         self._greet(
-            self._master, Join(self._config.node, os.getpid(), socket.gethostname(), self._incarnation)
+            self._master,
+            messages.Join(self._config.node, os.getpid(), socket.gethostname(), self._incarnation),
         )
 
     def run(self, stop: threading.Event) -> str:
@@ -194,7 +163,7 @@ class Daemon:
                 del session
             self._watch()
         for session in list(self._sessions.values()):
-            session.send(Goodbye("the worker was stopped"))
+            session.send(messages.Goodbye("the worker was stopped"))
             self._end(session, "stopped")
         return self._questions.stopped
 
@@ -318,10 +287,10 @@ class Daemon:
 
     def _drop(self, session: Session, why: str) -> None:
         log.warning("dropped a peer: %s", why)
-        session.send(Goodbye(why))
+        session.send(messages.Goodbye(why))
         self._end(session, "protocol error")
 
-    def _greet(self, peer: bytes, message: Message) -> None:
+    def _greet(self, peer: bytes, message: messages.Message) -> None:
         # It did not wait for the answer; an event tells of it.
         with suppress(PeerGone):
             self._channel.send(peer, [encode(message)])
@@ -337,69 +306,75 @@ class Daemon:
             if session is None:
                 self._first(peer, message)
                 return
-            if isinstance(message, Ack):
+            if isinstance(message, messages.Ack):
                 session.link.acknowledge(message.received)
                 return
-            if isinstance(message, Refused) and peer == self._master:
+            if isinstance(message, messages.Refused) and peer == self._master:
                 self._leave_for_another(session)
                 return
             if session.held or session.backlog:
                 session.backlog.append((peer, frames))
                 return
             payloads = buffers[1:]
-            if not isinstance(message, Hello) and session.link.count(
+            if not isinstance(message, messages.Hello) and session.link.count(
                 sum(map(len, payloads)) if payloads else 0, False
             ):
-                self._greet(peer, Ack(session.link.received))
+                self._greet(peer, messages.Ack(session.link.received))
             match message:
-                case Segment():
+                case messages.Segment():
                     session.accept(message, payloads)
-                case MeshSegment():
+                case messages.MeshSegment():
                     session.accept_mesh(message, payloads)
-                case OpenMesh():
+                case messages.OpenMesh():
                     session.executor.open_mesh(message)
-                case OpenLines():
+                case messages.OpenLines():
                     session.executor.open_lines(message)
-                case Fetch():
+                case messages.Fetch():
                     session.executor.fetch(message)
-                case ListFolder() | ReadIndex() | CommitSave() | SweepSaves() | RemoveFiles():
+                case (
+                    messages.ListFolder()
+                    | messages.ReadIndex()
+                    | messages.CommitSave()
+                    | messages.SweepSaves()
+                    | messages.RemoveFiles()
+                ):
                     checkpoint_folder.answer(message, session.send)
-                case Question():
+                case messages.Question():
                     self._questions.answer(session, message)
-                case OpenStream():
+                case messages.OpenStream():
                     session.open(message)
-                case Signal():
+                case messages.Signal():
                     session.executor.signal(message)
-                case Cancel():
+                case messages.Cancel():
                     session.executor.cancel(message)
-                case Typed():
+                case messages.Typed():
                     session.executor.around.typed(message)
-                case MasterReport():
+                case messages.MasterReport():
                     self._reporter.seen.told(session, message)
-                case Notify():
+                case messages.Notify():
                     session.executor.notify(message)
-                case Peers():
+                case messages.Peers():
                     session.meet(message)
-                case OpenGroup():
+                case messages.OpenGroup():
                     session.join(message, data_host(self._config, session.host))
-                case BreakGroup():
+                case messages.BreakGroup():
                     session.executor.joint.groups.end(message.group, message.reason)
-                case Bury():
+                case messages.Bury():
                     dead = self._sessions.get(message.session)
                     if dead is not None and dead.alone_since is not None and not dead.lasting:
                         self._end(dead, f"its master has died, says {session.master}")
-                case Detach():
-                    self._greet(peer, Ack(session.link.received))
+                case messages.Detach():
+                    self._greet(peer, messages.Ack(session.link.received))
                     log.info("master %s leaves: %s", session.master, message.reason)
-                case Hello() if message == session.greeting:
+                case messages.Hello() if message == session.greeting:
                     # It has been answered: a master that sees its connection come back before it was answered
                     # greets again.
                     pass
-                case Hello():
+                case messages.Hello():
                     self._end(session, "a new session on the same connection")
                     self._welcome(peer, message)
-                case Goodbye():
-                    self._greet(peer, Ack(session.link.received))
+                case messages.Goodbye():
+                    self._greet(peer, messages.Ack(session.link.received))
                     self._end(session, message.reason)
                 case _:
                     raise ProtocolError(f"a master does not send {type(message).__name__}")
@@ -414,7 +389,7 @@ class Daemon:
             else:
                 name = type(message).__name__
                 cause = failure(error, seq=0, position=0, op=f"answering {name}", operands="")
-                session.send(Failed(request, failure_fields(cause)))
+                session.send(messages.Failed(request, failure_fields(cause)))
         except NONSENSE as error:
             # Whatever it is in, it must not cost the other sessions.
             self._broke(session, f"a message makes no sense: {type(error).__name__}: {error!s:.200}")
@@ -440,24 +415,24 @@ class Daemon:
 
     # -- how sessions begin, and go on -------------------------------------------------------------
 
-    def _first(self, peer: bytes, message: Message) -> None:
+    def _first(self, peer: bytes, message: messages.Message) -> None:
         """Act on a message of a peer that has no session."""
-        if isinstance(message, Hello):
+        if isinstance(message, messages.Hello):
             self._welcome(peer, message)
         elif isinstance(message, OfStranger):
             self._greet(peer, self._questions.of_stranger(message))
-        elif isinstance(message, Goodbye) and peer == self._master and not self._by_peer:
+        elif isinstance(message, messages.Goodbye) and peer == self._master and not self._by_peer:
             log.warning(
                 "the master at %s has no place for this worker: %s. It gets one when another worker is lost, "
                 "or dials again when that master has closed the connection",
                 self._config.master,
                 message.reason,
             )
-        elif not isinstance(message, Goodbye) and peer not in self._retired:
+        elif not isinstance(message, messages.Goodbye) and peer not in self._retired:
             # A message may come of a master that is no longer ours.
             raise ProtocolError(f"{type(message).__name__} from a peer that has no session here")
 
-    def _welcome(self, peer: bytes, hello: Hello) -> None:
+    def _welcome(self, peer: bytes, hello: messages.Hello) -> None:
         # The session's master may have gone since the last look, and this be its successor.
         self._watch()
         # The session would be in use for ever, by nobody: no event tells of that connection's end.
@@ -468,14 +443,17 @@ class Daemon:
         if reason:
             self._strangers.note(f"refused a master on {hello.host}: {reason}")
             self._greet(
-                peer, Refused(reason, found is not None and not compare_digest(found.token, hello.token))
+                peer,
+                messages.Refused(reason, found is not None and not compare_digest(found.token, hello.token)),
             )
             return
         if hello.mode == "again":
             assert found is not None
             # It knows of the break before we do, or this greeting is an older one that was on its way.
             if found.link.peer is not None:
-                self._greet(found.link.peer, Refused("the session goes on on another connection", False))
+                self._greet(
+                    found.link.peer, messages.Refused("the session goes on on another connection", False)
+                )
                 self._by_peer.pop(found.link.peer, None)
                 self._retired.append(found.link.peer)
             self._by_peer[peer] = found
@@ -488,10 +466,10 @@ class Daemon:
             threads.begin(_nothing, "session")
         except ConfigurationError as error:
             self._strangers.note(f"refused a master on {hello.host}: {error}")
-            self._greet(peer, Refused(str(error), False))
+            self._greet(peer, messages.Refused(str(error), False))
             return
         if found is not None:
-            found.send(Detach(f"the session was taken over by a master on {hello.host}"))
+            found.send(messages.Detach(f"the session was taken over by a master on {hello.host}"))
             self._end(found, f"taken over by a master on {hello.host}")
         if not self._sessions:
             restore()
@@ -529,9 +507,9 @@ class Daemon:
             )
         return ""
 
-    def _about_us(self, session: Session) -> Welcome:
-        return Welcome(
-            PROTOCOL,
+    def _about_us(self, session: Session) -> messages.Welcome:
+        return messages.Welcome(
+            messages.PROTOCOL,
             self._incarnation,
             session.link.received,
             time.monotonic() - session.began,

@@ -5,33 +5,8 @@ from __future__ import annotations
 from time import perf_counter_ns, time_ns
 
 from distruntime.errors import ConfigurationError, ProtocolError
+from distruntime.wire import messages
 from distruntime.wire.codec import failure_fields
-from distruntime.wire.messages import (
-    AskActivity,
-    AskChannel,
-    AskClock,
-    AskMemory,
-    AskPassed,
-    AskStacks,
-    AskStatus,
-    AskTurns,
-    AskWorker,
-    ClockTimes,
-    DropOlder,
-    DropPublished,
-    Failed,
-    FindPublished,
-    ListenForPeers,
-    ListPublished,
-    ListVersions,
-    MemoryHeld,
-    Question,
-    Reply,
-    StartTrace,
-    StopTrace,
-    StopWorker,
-    TakeTrace,
-)
 
 from ..collectives.data_channel import report
 from ..log.turns import Turns
@@ -47,7 +22,7 @@ _REASON = 300
 
 
 # Whoever holds the key may ask these, with a session or without one.
-OfStranger = AskWorker | AskActivity | AskStacks | StopWorker
+OfStranger = messages.AskWorker | messages.AskActivity | messages.AskStacks | messages.StopWorker
 
 
 class Questions:
@@ -58,70 +33,70 @@ class Questions:
         # It says why a holder of the key has asked this worker to end.
         self.stopped = ""
 
-    def of_stranger(self, question: OfStranger) -> Reply:
+    def of_stranger(self, question: OfStranger) -> messages.Reply:
         """Return the reply to a question that needs no session."""
-        return Reply(question.request, self._about_us(question))
+        return messages.Reply(question.request, self._about_us(question))
 
     def _about_us(self, question: OfStranger) -> object:
         match question:
-            case AskWorker():
+            case messages.AskWorker():
                 return self._reporter.report()
-            case AskActivity():
+            case messages.AskActivity():
                 return self._reporter.activity()
-            case AskStacks():
+            case messages.AskStacks():
                 return self._reporter.stacks()
-            case StopWorker(reason=reason):
+            case messages.StopWorker(reason=reason):
                 self.stopped = reason[:_REASON] or "a holder of the key has asked for it"
                 return self._reporter.who()
 
-    def answer(self, session: Session, question: Question[object]) -> None:
+    def answer(self, session: Session, question: messages.Question[object]) -> None:
         """Reply, or say why not."""
         try:
             match question:
                 # An accelerator's profiler takes a while to begin and to end. So a thread may reply.
-                case StartTrace(request=request, most=most):
+                case messages.StartTrace(request=request, most=most):
                     session.start_trace(most, lambda: _reply(session, request, None))
                     return
-                case StopTrace(request=request):
+                case messages.StopTrace(request=request):
                     session.stop_trace(lambda kept: _reply(session, request, kept))
                     return
-            session.send(Reply(question.request, self._reply(session, question)))
+            session.send(messages.Reply(question.request, self._reply(session, question)))
         except (RuntimeError, OSError) as error:
             op = type(question).__name__
             cause = failure(lost.look(error, "a question"), seq=0, position=0, op=op, operands="")
-            session.send(Failed(question.request, failure_fields(cause)))
+            session.send(messages.Failed(question.request, failure_fields(cause)))
 
-    def _reply(self, session: Session, question: Question[object]) -> object:
+    def _reply(self, session: Session, question: messages.Question[object]) -> object:
         executor, shelf = session.executor, session.executor.shelf
         match question:
-            case AskMemory():
+            case messages.AskMemory():
                 state = executor.state
-                return MemoryHeld(len(state.slots), state.executed, state.poisoned())
-            case AskStatus():
+                return messages.MemoryHeld(len(state.slots), state.executed, state.poisoned())
+            case messages.AskStatus():
                 return executor.status()
-            case AskTurns():
+            case messages.AskTurns():
                 return self._turns.report()
-            case AskWorker() | AskActivity() | AskStacks() | StopWorker():
+            case messages.AskWorker() | messages.AskActivity() | messages.AskStacks() | messages.StopWorker():
                 return self._about_us(question)
-            case AskPassed(after=after):
+            case messages.AskPassed(after=after):
                 return executor.passed(after)
-            case AskChannel(channel=channel):
+            case messages.AskChannel(channel=channel):
                 return report(channel)
-            case AskClock():
-                return ClockTimes(perf_counter_ns(), time_ns())
-            case TakeTrace(offset=offset):
+            case messages.AskClock():
+                return messages.ClockTimes(perf_counter_ns(), time_ns())
+            case messages.TakeTrace(offset=offset):
                 return session.tracing.take(offset)
-            case ListenForPeers(host=host):
+            case messages.ListenForPeers(host=host):
                 return self._listen(session, host)
-            case ListPublished():
+            case messages.ListPublished():
                 return shelf.listing()
-            case ListVersions(name=name):
+            case messages.ListVersions(name=name):
                 return shelf.versions(name)
-            case FindPublished(owner=owner, name=name, token=token):
+            case messages.FindPublished(owner=owner, name=name, token=token):
                 return shelf.find(owner, name, token)
-            case DropOlder(name=name, version=version):
+            case messages.DropOlder(name=name, version=version):
                 return shelf.drop_older(name, version)
-            case DropPublished(name=name, version=version):
+            case messages.DropPublished(name=name, version=version):
                 return shelf.drop(name, version)
         raise ProtocolError(f"a worker does not answer {type(question).__name__}")
 
@@ -136,4 +111,4 @@ class Questions:
 
 
 def _reply(session: Session, request: int, value: object) -> None:
-    session.send(Reply(request, value))
+    session.send(messages.Reply(request, value))

@@ -15,24 +15,13 @@ from itertools import count
 import torch
 
 from distruntime.errors import ConfigurationError, NotSupportedError, ProtocolError
+from distruntime.wire import messages
 from distruntime.wire.channel import Channel, ChannelClosed
 from distruntime.wire.codec import Buffer, decode, encode, failure_fields
 from distruntime.wire.identity import has_died
 from distruntime.wire.inbox import Frames
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.link import Link
-from distruntime.wire.messages import (
-    Failed,
-    Hello,
-    MeshSegment,
-    Message,
-    OpenGroup,
-    OpenStream,
-    Peers,
-    Reply,
-    Segment,
-    TraceKept,
-)
 from distruntime.wire.shared import Attached
 
 from ..collectives.peers import PeerChannel
@@ -63,7 +52,7 @@ class Session:
     def __init__(
         self,
         peer: bytes,
-        hello: Hello,
+        hello: messages.Hello,
         devices: Devices,
         channel: Channel,
         others: Others,
@@ -112,8 +101,8 @@ class Session:
         self.backlog: list[tuple[bytes, Frames]] = []
         self._default = self.executor.default.queue.put
         # The daemon calls these. A trace puts what notes the time in their place.
-        self.accept: Callable[[Segment, Sequence[Buffer]], None] = self.put
-        self.accept_mesh: Callable[[MeshSegment, Sequence[Buffer]], None] = self.put_mesh
+        self.accept: Callable[[messages.Segment, Sequence[Buffer]], None] = self.put
+        self.accept_mesh: Callable[[messages.MeshSegment, Sequence[Buffer]], None] = self.put_mesh
         self.tracing = Tracing(self.executor)
         self.broken: str | None = None
         self._start(self.executor.default, "executor")
@@ -134,7 +123,7 @@ class Session:
         self.link.peer = None
         self.alone_since = time.monotonic()
 
-    def come_back(self, peer: bytes, hello: Hello) -> None:
+    def come_back(self, peer: bytes, hello: messages.Hello) -> None:
         """Go on with the master on another connection."""
         self.alone_since = None
         self.greeting = hello
@@ -163,7 +152,7 @@ class Session:
     def _start(self, stream: Stream, name: str) -> None:
         threads.begin(partial(self._run, stream), name)
 
-    def open(self, message: OpenStream) -> None:
+    def open(self, message: messages.OpenStream) -> None:
         """Open a stream: start its thread. Where there is no room for one, what is issued to it fails."""
         stream = self.executor.open(message)
         try:
@@ -171,7 +160,7 @@ class Session:
         except ConfigurationError as error:
             self.executor.refuse(stream, error)
 
-    def send(self, message: Message, payload: memoryview | None = None, copy: bool = True) -> Sent:
+    def send(self, message: messages.Message, payload: memoryview | None = None, copy: bool = True) -> Sent:
         """Send to the master, from any thread; while it is away, the message waits.
 
         Without `copy`, the payload is the caller's memory: return what tells when it may be written again.
@@ -191,14 +180,14 @@ class Session:
             self._peers = PeerChannel(address, keys, self.executor.joint.receive)
         return self._peers.address
 
-    def meet(self, message: Peers) -> None:
+    def meet(self, message: messages.Peers) -> None:
         """Take the addresses of the other workers."""
         if self._peers is None:
             raise ProtocolError("Peers before anyone has asked where this worker listens")
         self._peers.meet(message)
         self.executor.joint.node = message.node
 
-    def tell(self, node: int, message: Message) -> None:
+    def tell(self, node: int, message: messages.Message) -> None:
         """Send to another worker, from any thread."""
         if self._peers is None:
             raise ProtocolError(
@@ -206,15 +195,15 @@ class Session:
             )
         self._peers.send(node, message)
 
-    def join(self, message: OpenGroup, host: str) -> None:
+    def join(self, message: messages.OpenGroup, host: str) -> None:
         """Join a group; the answer goes when that has ended."""
 
         def answer(error: BaseException | None) -> None:
             if error is None:
-                self.send(Reply(message.request, None))
+                self.send(messages.Reply(message.request, None))
             else:
                 cause = failure(error, seq=0, position=0, op=f"joining group {message.group}", operands="")
-                self.send(Failed(message.request, failure_fields(cause)))
+                self.send(messages.Failed(message.request, failure_fields(cause)))
 
         if self._refused and message.factory:
             answer(NotSupportedError(self._refused))
@@ -260,7 +249,7 @@ class Session:
         with suppress(ChannelClosed):
             self._channel.wake()
 
-    def put(self, segment: Segment, payloads: Sequence[Buffer]) -> None:
+    def put(self, segment: messages.Segment, payloads: Sequence[Buffer]) -> None:
         """Queue a segment in order; one that came before is dropped, so that sending again is safe."""
         if segment.seq <= self.executor.received:
             return
@@ -283,22 +272,22 @@ class Session:
         """Note from now on what comes, runs and is answered; then call `then` (the reader)."""
         arrived = self.tracing.start(most, then)
 
-        def accept(segment: Segment, payloads: Sequence[Buffer]) -> None:
+        def accept(segment: messages.Segment, payloads: Sequence[Buffer]) -> None:
             arrived(segment.seq)
             self.put(segment, payloads)
 
-        def accept_mesh(message: MeshSegment, payloads: Sequence[Buffer]) -> None:
+        def accept_mesh(message: messages.MeshSegment, payloads: Sequence[Buffer]) -> None:
             arrived(message.seq)
             self.put_mesh(message, payloads)
 
         self.accept, self.accept_mesh = accept, accept_mesh
 
-    def stop_trace(self, then: Callable[[TraceKept], None]) -> None:
+    def stop_trace(self, then: Callable[[messages.TraceKept], None]) -> None:
         """Note no more; then call `then` with what there is (the reader)."""
         self.accept, self.accept_mesh = self.put, self.put_mesh
         self.tracing.stop(then)
 
-    def put_mesh(self, message: MeshSegment, payloads: Sequence[Buffer]) -> None:
+    def put_mesh(self, message: messages.MeshSegment, payloads: Sequence[Buffer]) -> None:
         """As `put`, for a segment whose body is a mesh's."""
         if message.seq != self.executor.received + 1 or len(payloads) != 1:
             raise ProtocolError(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Generic, TypeVar, final
 
 from ..errors import ConfigurationError, ProtocolError
@@ -84,9 +83,7 @@ class Observer:
     def __enter__(self) -> Observer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for channel in self._channels.values():
             channel.close()
 

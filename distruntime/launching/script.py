@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import final
 
 from ..errors import ConfigurationError
@@ -66,9 +66,7 @@ class Script:
     def __enter__(self) -> Script:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
         self._give_signals_back()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from types import TracebackType
 from typing import Any, SupportsIndex
 
 import msgpack
@@ -141,9 +140,7 @@ class RemoteObject(Operand, Fetchable):
         return self._do("method __enter__")
 
     @without_our_frames
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> bool:
         """Leave it there. An exception travels without its traceback, and blocks until it is known whether
         the object swallows it.
         """

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
-from types import TracebackType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..errors import DistruntimeError, ProtocolError, SessionClosed, UsageError
@@ -130,9 +129,7 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.shutdown(raise_unread=kind is None)
 
     # -- the start -----------------------------------------------------------------------------------------

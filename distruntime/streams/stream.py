@@ -202,9 +202,7 @@ class Stream:
         enter_stream(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         leave_stream(self)
 
     def check(self) -> Log:

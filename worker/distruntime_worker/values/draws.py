@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from threading import get_ident
 from time import monotonic
-from types import TracebackType
 
 import torch
 
@@ -115,9 +114,7 @@ class Draws:
             self._inside += 1
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with _changing:
             self._inside -= 1
             if not self._inside:

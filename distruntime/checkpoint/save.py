@@ -100,19 +100,22 @@ def save(tree: object, path: str | os.PathLike[str], *, async_op: bool = False) 
             _take_off(session.name, folder, saving)
     if async_op:
         return saving
-    started = time.perf_counter()
     sizes = [sum(tensor._handle.spec.nbytes for tensor in plan.tensors) for _, plan in plans]
+    _wait(session, saving, sizes)
+    return None
+
+
+def _wait(session: Session, saving: Saving, sizes: Sequence[int]) -> None:
+    """Block until a save is complete. Ctrl-C gives it up. `sizes` are each node's bytes."""
+    started, text = time.perf_counter(), f"saving to {saving.folder}"
     try:
-        with session.requests.announcer.working(
-            f"saving to {folder}", sum(sizes), partial(saving.written, sizes)
-        ):
+        with session.requests.announcer.working(text, sum(sizes), partial(saving.written, sizes)):
             saving.wait()
     except KeyboardInterrupt:
         saving.abandon()
         raise
     finally:
         note_wait("explicit save", started)
-    return None
 
 
 def _start_writing(

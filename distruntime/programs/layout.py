@@ -73,14 +73,7 @@ class Layout:
                 continue
             mine = keeping.get(at, {})
             results = self._results(at, act, mine)
-            memories = None
-            if act.known:
-                memories = [
-                    (self._where(memory, act.log), written)
-                    for memory, written in act.memories.values()
-                    if self._shared(memory, act.log)
-                ]
-                memories += [(where, True) for name in mine.values() if (where := self._memory_of(name))]
+            memories = self._memories_of(act, mine) if act.known else None
             needs = Needs(self._held, words, recording.floats, mine, results, memories, compile)
             stream = act.stream if recording.several else -1
             self.acts.append(Piece(act, recording, stream, needs, self._home(at, act)))
@@ -266,6 +259,15 @@ class Layout:
         if handle is not None:
             return handle.storage
         return self._recording.memories.get(int(name[1])) if name[0] == MADE else None
+
+    def _memories_of(self, act: Part, mine: Mapping[int, Name]) -> list[tuple[Where | None, bool]]:
+        """Return where a part's memories are that others use too, and whether it writes them."""
+        memories = [
+            (self._where(memory, act.log), written)
+            for memory, written in act.memories.values()
+            if self._shared(memory, act.log)
+        ]
+        return memories + [(where, True) for name in mine.values() if (where := self._memory_of(name))]
 
     def _shared(self, memory: object, log: Log) -> bool:
         generator = log.order is not None and memory is log.order.generator

@@ -127,14 +127,9 @@ class Calls:
         del random, writes
         if what != AFTER and any(isinstance(operand, Poisoned) for operand in (what, *operands)):
             raise UsageError("an operand is poisoned")
-        inputs, gate = list[torch.Tensor](), None
         given = [_value(operand) for operand in operands]
-        if wanted is not None:
-            gate = Gate(name)
-            for k, wants in enumerate(wanted):
-                if wants:
-                    given[k] = leaf = gate.leaf(given[k])
-                    inputs.append(leaf)
+        gate = None if wanted is None else Gate(name)
+        inputs = [] if gate is None or wanted is None else gate.stand_for(given, wanted)
         function = what.value if isinstance(what, Held) else self._own.get(what) or named(what)
         data = bytes(pickled.numpy()) if isinstance(pickled, torch.Tensor) else pickled
         args, kwargs = arguments(data, given, self._device)
@@ -288,11 +283,16 @@ class Gate:
     def __init__(self, name: str) -> None:
         self._name, self._open = name, False
 
-    def leaf(self, operand: object) -> torch.Tensor:
-        """Return what stands for an operand in the call."""
-        assert isinstance(operand, torch.Tensor)
-        found = operand.detach().requires_grad_()
-        found.register_hook(self._pass)
+    def stand_for(self, given: list[object], wanted: Sequence[bool]) -> list[torch.Tensor]:
+        """Put what stands for the wanted operands in the call into their places; return it."""
+        found = []
+        for k, wants in enumerate(wanted):
+            if wants:
+                operand = given[k]
+                assert isinstance(operand, torch.Tensor)
+                given[k] = leaf = operand.detach().requires_grad_()
+                leaf.register_hook(self._pass)
+                found.append(leaf)
         return found
 
     def _pass(self, gradient: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -63,3 +64,8 @@ class Plan:
 def append(path: str | Path, line: dict[str, object]) -> None:
     with Path(path).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def twin(name: str) -> str:
+    """Return the name of the test for CPUs beside one for remote tensors."""
+    return re.sub(r"_remote(?=_|$)", "_cpu", name.replace("REMOTE::", "CPU::"))

@@ -26,10 +26,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import alone
 import record
 import sources
 from expected import NOT_RUN, Cause, cause_of, read
-from rows import DEFAULT, DEVICE, LOCAL, MESH, SPMD, Plan, Row
+from rows import DEFAULT, DEVICE, LOCAL, MESH, SPMD, Plan, Row, twin
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -126,6 +127,8 @@ def _child(plan: Plan, folder: Path, log: Path) -> str:
     arguments += [f"--timeout={PATIENCE}", "--timeout-method=signal", "--continue-on-collection-errors"]
     # In Python 3.11, pytest's own tracebacks of deep calls fail: "AST constructor recursion depth mismatch".
     arguments += ["--tb=native"]
+    # pytest would format what torch's LoggingTensor logs, which is no text for it.
+    arguments += ["-p", "no:logging"]
     environment = {**os.environ, **ENVIRONMENT}
     # torch runs a test file in its own folder, and those of pipelines import from there.
     own = dict.fromkeys(str((folder / file).parent) for file in plan.most if "/pipelining/" in file)
@@ -152,6 +155,17 @@ def _child(plan: Plan, folder: Path, log: Path) -> str:
                     return f"said nothing for {SILENCE:.0f} s"
     # pytest ends with 1 if a file could not be imported, and with 5 if no test was left.
     return "" if status in (0, 1, 5) else f"ended with status {status}"
+
+
+def look_again(found: Found, folder: Path) -> None:
+    """Say of a test that fails here too, beside the session, whether it does so in a process of its own."""
+    if found.mode not in (DEVICE, DEFAULT):
+        return
+    rows = [row for row in found.rows if row.outcome == "failed" and row.here == "failed"]
+    names = [twin(row.test) if found.mode == DEVICE else row.test for row in rows]
+    outcomes = alone.outcomes(names, folder)
+    for row, name in zip(rows, names):
+        row.here = outcomes.get(name, row.here)
 
 
 # -- what was found -------------------------------------------------------------------------------------
@@ -230,6 +244,7 @@ def run_groups(options: argparse.Namespace, folder: Path, causes: list[Cause]) -
         files = chosen(options, most)
         plan = Plan(mode, files, "", [], without, only, options.seed, options.slice)
         found = run_group(plan, folder) if files else Found(mode)
+        look_again(found, folder)
         tell(found, causes)
         return found
 

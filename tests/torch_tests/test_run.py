@@ -96,7 +96,7 @@ def test_the_page_says_how_many_tests_ran_in_all(lane: Any, tmp_path: Path) -> N
 
 
 def test_the_twin_of_a_test_is_the_one_for_cpus(lane: Any) -> None:
-    twin = lane("torch_tests_plugin").twin
+    twin = lane("rows").twin
     assert twin("f.py::TestXREMOTE::test_remote_a_remote_int8") == "f.py::TestXCPU::test_cpu_a_cpu_int8"
 
 
@@ -226,3 +226,19 @@ def test_a_folder_without_tests_is_refused(
         sources.test_folder()
     (tmp_path / "test_torch.py").touch()
     assert sources.test_folder() == tmp_path.resolve()
+
+
+def test_a_process_of_its_own_says_which_tests_fail_without_remote_tensors(lane: Any, tmp_path: Path) -> None:
+    (tmp_path / "test_f.py").write_text(
+        "import os, unittest\n"
+        "class T(unittest.TestCase):\n"
+        "    def test_passes(self): pass\n"
+        "    def test_fails(self): self.fail()\n"
+        "    def test_dies(self): os._exit(3)\n"
+        "    def test_is_skipped(self): self.skipTest('why')\n"
+        "    def test_passes_too(self): pass\n",
+        encoding="utf-8",
+    )
+    names = [f"test_f.py::T::test_{name}" for name in ("passes", "fails", "dies", "is_skipped", "passes_too")]
+    found = lane("alone").outcomes([*names, "test_f.py::T::test_is_not_there"], tmp_path)
+    assert [found.get(name) for name in names] == ["passed", "failed", "failed", "skipped", "passed"]

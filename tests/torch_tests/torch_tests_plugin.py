@@ -27,7 +27,7 @@ from _pytest.runner import runtestprotocol
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distruntime as dr
-from rows import ALIKE, DEFAULT, DEVICE, LOCAL, MESH, SPMD, Plan, Row, append
+from rows import ALIKE, DEFAULT, DEVICE, LOCAL, MESH, SPMD, Plan, Row, append, twin
 
 # What such an error misses may have been raised too late. Another error would only come again.
 TOO_LATE = re.compile(
@@ -92,11 +92,6 @@ def in_slice(name: str, k: int, of: int) -> bool:
     return int(digest(name), 16) % of == k - 1
 
 
-def twin(name: str) -> str:
-    """Return the name of the test for CPUs beside one for remote tensors."""
-    return re.sub(r"_remote(?=_|$)", "_cpu", name.replace("REMOTE::", "CPU::"))
-
-
 def forget(item: pytest.Item) -> None:
     """Let a test make its operands anew: torch's tests of modules keep those of the run before."""
     for value in inspect.unwrap(getattr(item, "function", forget)).__defaults__ or ():
@@ -123,6 +118,19 @@ def by_default() -> Generator[None]:
             yield
     finally:
         torch.load = load
+
+
+def of_a_cpus_class(own: Callable[..., None]) -> Callable[..., None]:
+    """Let `torch.FloatTensor`, by which tests mean a CPU's tensors of a dtype, mean those of the place."""
+
+    @functools.wraps(own)
+    def check(self: Any, value: object, kind: Any, msg: object = None) -> None:
+        is_remote = isinstance(value, torch.Tensor) and value.device.type == "remote"
+        if type(kind) is type(torch.FloatTensor) and is_remote:
+            value = torch.empty(0, dtype=value.dtype, device="cpu")
+        own(self, value, kind, msg)
+
+    return check
 
 
 def words(error: BaseException) -> str:
@@ -179,6 +187,7 @@ class Runner:
             from torch.testing._internal import common_distributed, common_utils
 
             self.around = by_default
+            common_utils.TestCase.assertIsInstance = of_a_cpus_class(common_utils.TestCase.assertIsInstance)
             # torch counts what a test has left around it. Where a test's own setUp leaves that out, the
             # device counts as left by the test.
             common_utils.TestCase._prev_torch_function_mode_stack_len = 1
@@ -198,6 +207,9 @@ class Runner:
             import spmd_bases
 
             return bool(owner) and spmd_bases.is_wanted(owner, item.name)
+        if name.endswith("LAZY"):
+            # It is for torch's lazy backend, which cannot begin beside a session.
+            return False
         if name.endswith(("CPU", "META")):
             self.twins[item.nodeid] = item
             return False

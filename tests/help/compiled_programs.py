@@ -215,6 +215,9 @@ class Box(torch.nn.Module):
 
 # The outcome of a backward pass that autograd has refused, as what it needs was written to.
 REFUSED = ("refused",)
+# torch says so of what AOTAutograd compiles, on a CPU too: a function of it returns a view that was made in
+# place, and the caller writes to that.
+_OF_VIEWS = "is the output of a function that returns multiple views"
 
 
 def _write(value: torch.Tensor, listed: bool) -> None:
@@ -300,6 +303,8 @@ def differs(seed: int) -> str:
     torch._dynamo.reset()
     one, other = outcomes
     for k, (a, b) in enumerate(zip(one, other)):
+        if isinstance(b, str) and _OF_VIEWS in b:
+            return ""
         if isinstance(a, str) or isinstance(b, str):
             if type(a) is not type(b):
                 return f"outcome {k}: {a!s:.1000} and {b!s:.1000}"

@@ -14,21 +14,9 @@ from functools import partial
 import torch
 
 from distruntime.errors import ProtocolError
+from distruntime.wire import messages
 from distruntime.wire.codec import failure_fields
-from distruntime.wire.messages import (
-    AWAIT,
-    WAIT,
-    Cancel,
-    Done,
-    MeshBody,
-    MeshSegment,
-    Message,
-    OpenLines,
-    OpenMesh,
-    OpenStream,
-    Plain,
-    Segment,
-)
+from distruntime.wire.messages import AWAIT, WAIT
 from distruntime.wire.shared import Attached
 
 from ..collectives.taking_part import Joint
@@ -144,7 +132,7 @@ class Executor:
         self.chain.timing.stop()
         self._answers.answer_with = self._answers.answer_plainly
 
-    def cancel(self, message: Cancel) -> None:
+    def cancel(self, message: messages.Cancel) -> None:
         """Drop what a stream has not begun, and interrupt the function that it runs (the reader)."""
         state, position = self.state, message.position
         stream = state.named(message.stream)
@@ -159,7 +147,7 @@ class Executor:
         if thread is not None:
             self.around.cancel(thread, position)
 
-    def open(self, message: OpenStream) -> Stream:
+    def open(self, message: messages.OpenStream) -> Stream:
         """Return a new stream, for its thread to run.
 
         Raise `ProtocolError` where it makes no sense (the reader).
@@ -188,7 +176,7 @@ class Executor:
         self._cancelling.cut(stream, _END)
         stream.queue = Borrowed(self.default.queue, stream)
 
-    def open_mesh(self, message: OpenMesh) -> None:
+    def open_mesh(self, message: messages.OpenMesh) -> None:
         """Take part in a mesh (the reader)."""
         state, devices = self.state, message.devices
         good = (
@@ -202,7 +190,7 @@ class Executor:
         self.chain.add_own(mesh)
         state.meshes[message.mesh] = mesh
 
-    def open_lines(self, message: OpenLines) -> None:
+    def open_lines(self, message: messages.OpenLines) -> None:
         """Learn which groups a mesh's members here are in, along one of its dimensions (the reader)."""
         mesh, rows = self.state.meshes.get(message.mesh), message.members
         if mesh is None or message.number in mesh.lines:
@@ -222,15 +210,15 @@ class Executor:
                 )
         mesh.lines[message.number] = rows
 
-    def mesh_work(self, message: MeshSegment, body: Message) -> Work:
+    def mesh_work(self, message: messages.MeshSegment, body: messages.Message) -> Work:
         """Return a mesh's segment as one of this worker's (the reader)."""
-        mesh = self.state.meshes.get(body.mesh) if isinstance(body, MeshBody) else None
-        if mesh is None or not isinstance(body, MeshBody):
+        mesh = self.state.meshes.get(body.mesh) if isinstance(body, messages.MeshBody) else None
+        if mesh is None or not isinstance(body, messages.MeshBody):
             raise ProtocolError("MeshSegment without the body of a mesh that is open")
         mesh.enter(body.start, len(body.words))
         self.learn(body.templates, mesh)
         return Work(
-            Segment(message.seq, body.start, [], body.words, body.stretches),
+            messages.Segment(message.seq, body.start, [], body.words, body.stretches),
             [],
             len(body.stretches) or 1,
             mesh=mesh,
@@ -373,13 +361,13 @@ class Executor:
             work.left -= 1
             while state.works and state.works[0].left == 0:
                 done = state.works.popleft()
-                failures: list[Plain] = [failure_fields(f) for f in done.failures[:MOST_FAILURES]]
+                failures: list[messages.Plain] = [failure_fields(f) for f in done.failures[:MOST_FAILURES]]
                 dull = done.mesh is not None and not failures and not done.corrections
                 if dull and state.works and state.untold < _UNTOLD:
                     state.untold += 1
                 else:
                     state.untold = 0
-                    state.send(Done(done.segment.seq, failures, done.corrections), None)
+                    state.send(messages.Done(done.segment.seq, failures, done.corrections), None)
                 if done.mesh is None:
                     state.executed = done.segment.start + len(done.segment.words)
                 state.under_way.pop(id(done.segment.words), None)

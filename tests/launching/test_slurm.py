@@ -174,7 +174,7 @@ def test_in_a_real_allocation(slurm: OneNodeSlurm, tmp_path: Path) -> None:
 def test_a_job_is_queued_again_before_its_time_is_over(slurm: OneNodeSlurm, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WAITS, encoding="utf-8")
     page = (Path(__file__).parents[2] / "docs/launching.md").read_text(encoding="utf-8")
-    (script,) = re.findall(r"^```sh\n(#!/bin/sh\n#SBATCH .*?)^```\n", page, re.M | re.S)
+    (script,) = re.findall(r"^```text\n(#!/bin/sh\n#SBATCH .*?)^```\n", page, re.M | re.S)
     launch_here = shlex.join([sys.executable, "-m", "distruntime", "launch"])
     # There is one machine here, and no GPU.
     script = script.replace("distruntime launch", launch_here).replace(

@@ -65,9 +65,26 @@ def version(library: str) -> str:
         return "not installed"
 
 
-def table(rows: Sequence[Cells], heading: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of a table in Markdown, which reads well on a terminal too."""
+def grouped(lines: Sequence[list[str]], alike: Sequence[int]) -> list[list[str]]:
+    """Make one line of those whose cells at `alike` agree, where the first of them stands.
+
+    Its other cells are lists, all in one order. A cell without words is a dash there, unless all are.
+    """
+    groups: dict[tuple[str, ...], list[list[str]]] = {}
+    for line in lines:
+        groups.setdefault(tuple(line[k] for k in alike), []).append(line)
+    found = []
+    for group in groups.values():
+        columns = [list(column) for column in zip(*group)]
+        lists = ["; ".join(cell or "-" for cell in column) if any(column) else "" for column in columns]
+        found.append([group[0][k] if k in alike else words for k, words in enumerate(lists)])
+    return found
+
+
+def table(rows: Sequence[Cells], heading: Sequence[str], alike: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the lines of a table in Markdown, one for the rows that agree in the columns `alike`."""
     cells = [[cell.replace("|", "\\|") for cell in row.cells()] for row in rows]
+    cells = grouped(cells, [heading.index(name) for name in alike]) if alike else cells
     widths = [min(60, max(len(line[k]) for line in [heading, *cells])) for k in range(len(heading))]
     for line in [heading, ["-" * width for width in widths], *cells]:
         yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths)) + " |"

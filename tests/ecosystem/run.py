@@ -219,6 +219,7 @@ def judge(case: Case, here: Outcome, there: Outcome) -> tuple[str, str]:
 
 
 HEADING = ["library", "version", "what was tried", "result", "waits"]
+ALIKE = ("library", "version", "result")
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -301,15 +302,15 @@ def main() -> int:
             scripts.append(taken(program))
             print(f"{program.name} ({program.library}): {scripts[-1].wrong or 'the same'}", flush=True)
     if rows:
-        print("", *table(rows, HEADING), "", summary(rows), sep="\n")
+        lines = list(table(rows, HEADING, ALIKE))
+        print("", *lines, "", summary(rows), sep="\n")
         if options.page:
-            rewrite(options.page, list(table(rows, HEADING)), summary(rows))
+            rewrite(options.page, lines, summary(rows))
     if scripts:
-        print("", *table(scripts, TAKEN_HEADING), "", taken_summary(scripts), sep="\n")
+        lines = list(table(scripts, TAKEN_HEADING, ALIKE))
+        print("", *lines, "", taken_summary(scripts), sep="\n")
         if options.page:
-            rewrite(
-                options.page, list(table(scripts, TAKEN_HEADING)), taken_summary(scripts), "table of scripts"
-            )
+            rewrite(options.page, lines, taken_summary(scripts), "table of scripts")
     worse = [row for row in rows if row.worse]
     for row in worse:
         print(f"worse than expected: {row.case.name} ({row.case.library}) {row.result}: {row.why}")

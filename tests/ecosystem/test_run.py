@@ -75,6 +75,23 @@ def test_the_table_of_a_page_is_written_anew(run: Any, tmp_path: Path) -> None:
     assert "old" not in text and "a \\| b" in text and "1 work as written" in text
 
 
+def test_rows_that_agree_are_one(run: Any) -> None:
+    names = [("torch", "a", run.WORKS, 3), ("timm", "b", run.WORKS, 0), ("torch", "c", run.WORKS, 0)]
+    rows = [run.Row(run.Case(lib, tried, script), "1", found, "", n) for lib, tried, found, n in names]
+    rows.append(run.Row(run.Case("torch", "d", script), "1", run.FAILS, "ValueError", 1))
+    lines = list(run.table(rows, run.HEADING, run.ALIKE))
+    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]] == [
+        ["torch", "1", "a; c", "works as written", "3; 0"],
+        ["timm", "1", "b", "works as written", "0"],
+        ["torch", "1", "d", "fails: ValueError", "1"],
+    ]
+
+
+def test_a_cell_without_words_is_a_dash_in_a_list(run: Any) -> None:
+    grouped = run.table.__globals__["grouped"]
+    assert grouped([["a", "x", ""], ["a", "", ""]], [0]) == [["a", "x; -", ""]]
+
+
 SAID = (
     '"cuda" meant the workers: 1901 values were made there, and this process waited for them 59 times. '
     "Only pretended: torch.cuda.nvtx.mark (2)\n"

@@ -139,6 +139,7 @@ HEADING = [
     *("repository", "script", "result", "with its own device"),
     *("values there", "waits", "here, there", "preamble", "only pretended"),
 ]
+ALIKE = ("repository", "result", "with its own device", "preamble")
 
 
 # -- clones -----------------------------------------------------------------------------------------------
@@ -505,9 +506,10 @@ def main() -> int:
     old = kept()
     shown = [old[script.key] for script in scripts if script.key in (old if options.page else new)]
     words = summary(shown, len(scripts) - len(shown) if options.page else 0)
-    print("", *compare.table(shown, HEADING), "", sep="\n")
+    lines = list(compare.table(shown, HEADING, ALIKE))
+    print("", *lines, "", sep="\n")
     if options.page:
-        compare.rewrite(options.page, list(compare.table(shown, HEADING)), words, MARK)
+        compare.rewrite(options.page, lines, words, MARK)
     worse = [row for row in shown if row.worse]
     for row in worse:
         print(f"worse than expected: {row.repository} {row.name}: {row.result}: {row.why}")

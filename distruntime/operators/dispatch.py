@@ -74,18 +74,8 @@ def _scan(cls: type, value: Any, key: list[Any], words: list[object], place: Any
 
 
 _in_backward = torch._C._current_graph_task_id
-# They are C++'s own, the tuple of arguments, a local of `dispatch`, and the count itself.
-_HOLDERS = 4
-
-
-def _given_away(args: Any) -> bool:
-    """Whether a gradient that becomes `p.grad` goes as soon as its `detach` is there.
-
-    Autograd detaches it where nobody else holds it, and drops it then. So the proxy for `p.grad` takes its
-    handle. A GPT-2 of 12 layers has 148 of these in a step: 0.5 ms of the 2.7 that issuing its backward graph
-    takes (2026-11, two cores).
-    """
-    return getrefcount(args[0]) == _HOLDERS and not (_with_gradients() or recorded.name)
+# They are C++'s own, the tuple of arguments, and the count itself.
+_HOLDERS = 3
 
 
 class _Mixed:
@@ -104,6 +94,14 @@ MIXED: Any = _Mixed()
 
 def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """Turn one operator call into one instruction; return its proxies at once."""
+    # A gradient becomes `p.grad`. Autograd detaches it where nobody else holds it, and drops it then. So it
+    # becomes `p.grad` itself: torch takes a result of `detach` that is its operand as it is. What has a graph
+    # or a base leaves its handle to a new proxy. A GPT-2 of 12 layers has 148 of these in a step.
+    if func is DETACH and _in_backward() >= 0 and getrefcount(args[0]) == _HOLDERS:
+        given: Any = args[0]
+        if not (_with_gradients() or recorded.name):
+            plain = not (given.requires_grad or given._is_view())
+            return given if plain else wrap(cls, given._handle)
     # An OpOverload's own hash is a Python function. The entry keeps `func` alive, so the id stays its own.
     key: list[Any] = [id(func)]
     words: list[object] = [0]
@@ -175,8 +173,6 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
             # A signal's handler may raise behind it, too, where a compiler of Python's frames is at work.
             count_unreturned(entry, words, args, kwargs, place)
             raise
-    if func is DETACH and _in_backward() >= 0 and _given_away(args):
-        return wrap(cls, args[0]._handle)
     ref = next_ref()
     words[0] = template
     words.append(ref)

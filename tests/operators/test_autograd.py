@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -618,3 +619,54 @@ def test_a_backward_pass_in_a_thread_of_torch(device: str) -> Any:
     x = torch.tensor(150.0).to(device).requires_grad_()
     Nested.apply(x).sum().backward()
     return x.grad
+
+
+def _note_id(seen: list[int], grad: torch.Tensor) -> None:
+    seen.append(id(grad))
+
+
+class _GivesWithGraph(torch.autograd.Function):
+    """Its gradient is what the caller has computed with autograd, and holds no more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, given: list[torch.Tensor]) -> torch.Tensor:
+        ctx.given = given
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.given.pop(), None
+
+
+@pytest.mark.usefixtures("session")
+def test_a_gradient_that_nobody_else_holds_becomes_grad_itself() -> None:
+    w = torch.ones(3, 2, device=REMOTE, requires_grad=True)
+    for _ in range(2):
+        w.grad = None
+        seen: list[int] = []
+        w.register_hook(partial(_note_id, seen))
+        (w * 2).sum().backward()
+        assert w.grad is not None and [id(w.grad)] == seen
+        assert w.grad.is_leaf and not w.grad.requires_grad and not w.grad._is_view()
+        w = w.detach().requires_grad_()
+
+
+@agrees
+def test_a_gradient_that_is_a_view_or_has_a_graph_is_detached(device: str) -> Any:
+    found = []
+    for _ in range(3):
+        w = tensor(device, 3, 2, grad=True)
+        # The gradient of `view` is a view of the one of the product.
+        (w.view(6) * 2).sum().backward()
+        assert w.grad is not None
+        found.append((w.grad._is_view(), w.grad.requires_grad, w.grad._version, w.grad.detach()))
+        v = tensor(device, 3, 2, grad=True)
+        v.view(6).backward(tensor(device, 6))
+        assert v.grad is not None
+        v.grad.detach_().mul_(3)
+        found.append((v.grad._is_view(), v.grad.is_leaf, v.grad._version, v.grad))
+        u = tensor(device, 3, 2, grad=True)
+        _GivesWithGraph.apply(u, [u * u]).sum().backward()  # type: ignore[no-untyped-call]
+        assert u.grad is not None
+        found.append((u.grad.requires_grad, u.grad.is_leaf, u.grad._version, u.grad))
+    return found

@@ -2,9 +2,9 @@
 
 AOTAutograd hands the tensors that a forward graph saves to autograd, and autograd hands them to the backward
 graph. Nobody else looks at them, so each is a `Slot`, a local tensor without elements that says only for
-which one it stands. The first is a `Bundle`, and holds the handles of all. GPT-2 of 12 layers saves 250
+which one it stands. The first is a `Bundle`, and owns the values of all. GPT-2 of 12 layers saves 250
 tensors, and making their proxies took 0.6 of the 2.0 ms that issuing its forward pass took (2026-11, two
-cores).
+cores). Handles of those that nobody else can reach would take half of that again: one object owns their refs.
 
 Hooks on saved tensors would see the slots, and so would compiled autograd. Where there are any, the graph
 returns proxies.
@@ -12,16 +12,20 @@ returns proxies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 import torch
 
 from ..errors import NotSupportedError
-from ..log.handle import Handle
+from ..log.handle import Handle, Several
 from ..operators.proxies import wrap
+from ..programs.parts import Values
+from ..programs.recording import Name
 from ..tensors.tensor import DistributedTensor
 
 _NOTHING = torch.empty(0, device="cpu")
+_version_of = attrgetter("_version")
 
 
 class Slot(torch.Tensor):
@@ -31,6 +35,19 @@ class Slot(torch.Tensor):
     number: int
 
 
+class SavedForm:
+    """What the calls of one plan save: the names of it, and which of these one object owns together.
+
+    Values are numbered as they are saved. `owned` has their numbers in the order of that object, and `single`
+    those of the others, each with its name.
+    """
+
+    def __init__(self, names: Sequence[Name], owned: Sequence[Name]) -> None:
+        self.owned = [names.index(name) for name in owned]
+        self.single = [(k, name) for k, name in enumerate(names) if name not in {*owned}]
+        self.names = names
+
+
 class Bundle(Slot):
     """Stands for the first tensor that one call has saved, and owns the values of all of them.
 
@@ -38,17 +55,17 @@ class Bundle(Slot):
     that share a memory with what is saved, each with its version at that time.
     """
 
-    handles: Sequence[Handle]
-    watched: Sequence[tuple[torch.Tensor, int]]
+    form: SavedForm
+    handles: Mapping[int, Handle]
+    several: Several | None
+    watched: Sequence[torch.Tensor]
+    versions: Sequence[int]
 
-
-class Operand:
-    """Stands for an argument of which a call needs nothing but the handle."""
-
-    __slots__ = ("_handle",)
-
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
+    def opened(self) -> Mapping[int, Handle]:
+        """Return a handle of each value, by its number."""
+        if self.several is None:
+            return self.handles
+        return {**self.handles, **dict(zip(self.form.owned, self.several.opened()))}
 
 
 def slots(number: int) -> list[torch.Tensor]:
@@ -62,11 +79,13 @@ def slots(number: int) -> list[torch.Tensor]:
     return found
 
 
-def bundle(handles: Sequence[Handle], watched: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return what stands for the first of some tensors, and owns them all."""
+def bundle(form: SavedForm, values: Values, watched: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return what stands for the first of the tensors that a call has saved, and owns them all."""
     found = torch.Tensor._make_subclass(Bundle, _NOTHING)
-    found.number, found.handles = 0, handles
-    found.watched = [(one, one._version) for one in watched]
+    made, found.several, found.form, found.number = values.made, values.kept, form, 0
+    single = form.single if values.kept is not None else enumerate(form.names)
+    found.handles = {k: made[name] for k, name in single}
+    found.watched, found.versions = watched, [*map(_version_of, watched)]
     return found
 
 
@@ -89,15 +108,31 @@ def require_seen(saved: Sequence[object]) -> None:
         )
 
 
-def open_slots(args: list[object]) -> None:
-    """Replace each slot among the arguments of a backward graph by an operand.
+def bundle_of(args: Sequence[object]) -> Bundle | None:
+    """Return the bundle among the arguments of a backward graph.
 
     Raise RuntimeError, in autograd's words, if what it was saved from has been written to.
     """
-    held = next((arg for arg in args if type(arg) is Bundle), None)
-    if held is None:
-        return
-    for one, version in held.watched:
+    kinds = [*map(type, args)]
+    if Bundle not in kinds:
+        return None
+    held = args[kinds.index(Bundle)]
+    assert isinstance(held, Bundle)
+    if [*map(_version_of, held.watched)] != held.versions:
+        _refuse(held)
+    return held
+
+
+def open_slots(args: list[object], held: Bundle) -> None:
+    """Replace each slot among the arguments of a backward graph by the handle that it stands for."""
+    handles = held.opened()
+    for k, arg in enumerate(args):
+        if type(arg) is Slot or type(arg) is Bundle:
+            args[k] = handles[arg.number]
+
+
+def _refuse(held: Bundle) -> None:
+    for one, version in zip(held.watched, held.versions):
         if one._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
@@ -105,14 +140,10 @@ def open_slots(args: list[object]) -> None:
                 f"{one._version}; expected version {version} instead. A graph that torch.compile has traced "
                 "has saved it for its backward pass"
             )
-    handles = held.handles
-    for k, arg in enumerate(args):
-        if type(arg) is Slot or arg is held:
-            args[k] = Operand(handles[arg.number])
 
 
 def as_proxies(args: list[object]) -> list[object]:
-    """Return arguments with a proxy for each operand, and empty the list."""
-    found = [wrap(DistributedTensor, arg._handle) if type(arg) is Operand else arg for arg in args]
+    """Return arguments with a proxy for each handle, and empty the list."""
+    found = [wrap(DistributedTensor, arg) if type(arg) is Handle else arg for arg in args]
     args.clear()
     return found

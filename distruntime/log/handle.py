@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import count
+from itertools import count, islice
 from types import MethodType
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 
@@ -21,7 +21,8 @@ from .spec import Spec
 from .storage import Storage, put_into
 
 # It is atomic. The master alone hands out refs, so creating a value needs no reply.
-next_ref = count(1).__next__
+_refs = count(1)
+next_ref = _refs.__next__
 
 
 Signature = tuple[object, ...]
@@ -281,6 +282,67 @@ class Handle:
     def ready_at(self) -> int:
         """The position in the node's log from which the value is what a read issued now must see."""
         return max(self.born[0], self.storage.written)
+
+
+class Row(NamedTuple):
+    """One of several values: what it is, the number of its memory, and the largest that this was made for."""
+
+    spec: Spec
+    place: Residence
+    memory: int
+    largest: Spec
+
+
+class Described(NamedTuple):
+    """A value of which a `Several` owns the ref, as a handle would describe it."""
+
+    ref: int
+    spec: Spec
+    place: Residence
+    storage: Storage
+    born: Line
+
+
+@final
+class Several:
+    """Owns the refs of values that one instruction has made, and that nobody else names.
+
+    A handle of each takes 2 us to make and to drop, and Python's collector counts it and what it holds. The
+    memories of these values are theirs alone. Whoever needs handles opens it: then those own the refs.
+    """
+
+    __slots__ = ("__del__", "born", "handles", "refs", "rows")
+
+    __del__: Callable[[], object]
+    born: Line
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows, self.refs = rows, list(islice(_refs, len(rows)))
+        self.handles: list[Handle] | None = None
+        # See `Handle`: it calls nothing of Python's.
+        self.__del__ = MethodType(rows[0].place.node.freed.extend, self.refs)
+
+    def opened(self) -> list[Handle]:
+        """Return a handle of each value."""
+        with self.rows[0].place.node.lock:
+            if self.handles is None:
+                found = [Handle(one.ref, one.spec, one.place, one.storage) for one in self.described()]
+                for handle in found:
+                    handle.born = self.born
+                self.handles = found
+                # These handles own them from now on. Nothing stands between the two.
+                self.refs.clear()
+            return self.handles
+
+    def described(self) -> list[Described]:
+        """Return the values that it owns the refs of. Those that are opened are not among them."""
+        memories: dict[int, Storage] = {}
+        return [
+            Described(
+                ref, row.spec, row.place, memories.setdefault(row.memory, Storage(row.largest)), self.born
+            )
+            for ref, row in zip([*self.refs], self.rows)
+        ]
 
 
 def relate(made: Sequence[Handle]) -> None:

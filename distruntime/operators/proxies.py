@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -79,6 +79,37 @@ def wrap(cls: type, handle: Handle) -> Any:
         torch._C._set_neg(out, bool(spec.bits & 2))
     out._handle = handle
     return out
+
+
+def wrap_all(cls: type, handles: Iterable[Handle]) -> list[Any]:
+    """Return what `wrap` makes of each: a graph has hundreds of results."""
+    make, strided, keys, huge = _make_wrapper, _strided, AUTOCAST, HUGE
+    found = []
+    for handle in handles:
+        spec = handle.spec
+        if spec.bits:
+            found.append(wrap(cls, handle))
+            continue
+        out = make(
+            cls,
+            spec.size,
+            spec.stride,
+            spec.offset,
+            None,
+            spec.dtype,
+            strided,
+            handle.place.lazy,
+            False,
+            False,
+            None,
+            False,
+            False,
+            keys,
+            huge,
+        )
+        out._handle = handle
+        found.append(out)
+    return found
 
 
 class Answering(TorchDispatchMode):

@@ -8,7 +8,7 @@ and what has moved as far as an argument follows that one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..log.spec import Spec
 from ..tensors.tensor import DistributedTensor
@@ -94,10 +94,13 @@ class Moves:
         return self._follows.get(name)
 
 
-def moved(spec: Spec, follows: tuple[int, int], leaves: Sequence[object]) -> Spec:
-    """Return what a value is in a call, from what it was when it was recorded."""
+def moved(spec: Spec, follows: tuple[int, int], leaves: Sequence[Any]) -> Spec:
+    """Return what a value is in a call, from what it was when it was recorded.
+
+    `leaves` has the handles of the arguments that are tensors.
+    """
     argument, begin = follows
-    return spec.at(spec.offset + (_begin(leaves[argument]) - begin) // spec.dtype.itemsize)
+    return spec.at(spec.offset + (leaves[argument].spec.begin - begin) // spec.dtype.itemsize)
 
 
 def _begin(leaf: object) -> int:

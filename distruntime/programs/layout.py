@@ -8,7 +8,7 @@ from itertools import count
 from ..errors import NotSupportedError
 from ..guards.arithmetic import Number
 from ..log.current import current_streams
-from ..log.handle import Handle, Place, Residence
+from ..log.handle import Handle, Place, Residence, Several
 from ..log.line import user_line
 from ..log.log import Log
 from ..log.mesh_log import MeshLog
@@ -18,7 +18,7 @@ from ..session.session import session_of_log
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD, MADE
 from .begins import Moves
-from .parts import Bridge, Made, Needs, Piece, Values, Where
+from .parts import GIVEN, OWN, Bridge, Made, Needs, Piece, Values, Where
 from .recording import Crossed, Name, Part, Recording
 from .run import Run
 
@@ -83,8 +83,10 @@ class Layout:
         )
         self.logs: list[Log] = list(dict.fromkeys(logs))
         self.over: list[list[Name]] = [[] for _ in self._acts]
+        # What a part makes and nobody else needs has no handle.
+        made = {name for act in self.acts for name in act.makes}
         for name, maker in self._makers.items():
-            if name not in returned:
+            if name in made and name not in returned:
                 self.over[max(self._users.get(name) or {maker})].append(name)
         # What the recorded call has returned lives as long as its owner holds it, and not as long as a plan.
         self._returned = {}
@@ -108,18 +110,30 @@ class Layout:
                 act.take(last.get(at, frozenset()))
 
     def issue(
-        self, leaves: Sequence[object], numbers: Sequence[float], name: str, alone: Set[int] = frozenset()
-    ) -> Mapping[Name, Handle]:
+        self,
+        leaves: Sequence[object],
+        numbers: Sequence[float],
+        name: str,
+        alone: Set[int] = frozenset(),
+        several: Several | None = None,
+    ) -> Values:
         """Issue it, part by part; return what is made for the caller. Blocks while a window is full.
 
-        Nobody else holds the arguments in `alone`.
+        `leaves` has the handle of each argument that is a tensor, or its ref if `several` owns it, which only
+        a layout of one part takes. Nobody else holds the ones in `alone`.
         """
-        values, line = Values(leaves, self.specs, alone), user_line()
+        values, line = Values(leaves, self.specs, alone, several=several), user_line()
         for act, over in zip(self.acts, self.over):
             act.issue(values, numbers, line, name)
             for gone in over:
                 values.made.pop(gone, None)
-        return values.made
+        return values
+
+    @property
+    def only(self) -> Piece | None:
+        """Its one part, where it has no others."""
+        act = self.acts[0] if len(self.acts) == 1 else None
+        return act if isinstance(act, Piece) else None
 
     def compiled(self) -> str:
         """Return what became of its compiling. Block until what was issued before has run."""
@@ -133,13 +147,13 @@ class Layout:
             if path in self._held:
                 name = self._opened.get((HELD, path))
                 fixed = "fixed", self._held[path].storage
-                self._known[id(storage)] = fixed if name is None else ("argument", int(name[1]))
+                self._known[id(storage)] = fixed if name is None else (GIVEN, int(name[1]))
         # What was found at one path and left at another is what a replay finds at the first one.
         for handle in self._held.values():
             self._known.setdefault(id(handle.storage), ("fixed", handle.storage))
         for k, memory in reversed([*enumerate(given)]):
             if memory is not None:
-                self._known[id(memory)] = "argument", k
+                self._known[id(memory)] = GIVEN, k
 
     def _find_uses(self) -> None:
         """Note which act makes each value, and which ones use it."""
@@ -280,21 +294,21 @@ class Layout:
         return self._found(memory)
 
     def _found(self, memory: object) -> Where:
-        return self._known.get(id(memory)) or self._own.setdefault(id(memory), ("own", self._next()))
+        return self._known.get(id(memory)) or self._own.setdefault(id(memory), (OWN, self._next()))
 
     def _memory(self, name: Name) -> Where:
         """Return where a replay finds the memory of a value that crosses."""
         memory = self._object(name)
         if memory is None:
-            return self._of_names.setdefault(name, ("own", self._next()))
+            return self._of_names.setdefault(name, (OWN, self._next()))
         kind, number = found = self._found(memory)
-        if kind == "own" and isinstance(memory, Storage) and isinstance(number, int):
+        if kind == OWN and isinstance(memory, Storage) and isinstance(number, int):
             self.specs[number] = memory.spec
         return found
 
     def _memory_of(self, name: Name) -> Where | None:
         if name[0] == ARGUMENT:
-            return "argument", int(name[1])
+            return GIVEN, int(name[1])
         if name[0] == HELD:
             return "fixed", self._held[str(name[1])].storage
         return self._memory(name)

@@ -6,30 +6,30 @@ stands between them, reads is a result here and an operand there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from types import MethodType
-from typing import NamedTuple, final
-
-import msgpack
+from operator import itemgetter
+from typing import Any
 
 from ..log.current import current_streams
-from ..log.handle import Handle, Residence, next_ref
+from ..log.handle import Handle, Residence, Row, Several, next_ref
 from ..log.issue import Between, Streams, stream_at
 from ..log.line import Line, Replayed
-from ..log.log import Log, relieve
+from ..log.log import relieve
 from ..log.mesh_log import MeshLog
 from ..log.node import Node
 from ..log.spec import NO_TENSOR, Spec
 from ..log.storage import Storage
 from ..log.uses import Memory
 from ..tensors.worker_functions import read_function
-from ..wire.messages import ARGUMENT, FLOAT, HELD, MADE, NUMBER, PROGRAM
+from ..wire.messages import ARGUMENT, FLOAT, HELD, MADE, NUMBER
 from .begins import moved
+from .forms import Form, Taking
 from .recording import Crossed, Instruction, Name, Part, Recording
 
 # Where a memory is found in a replay: that of an argument, one that stays, or one of the replay's own.
 Where = tuple[str, int | Storage | None]
+GIVEN, OWN = "argument", "own"
 
 
 @dataclass
@@ -48,13 +48,17 @@ class Made:
 class Values:
     """What one replay has: arguments, values that it has made, and their memories."""
 
-    leaves: Sequence[object]
+    # Each argument that is a tensor is its handle here. One of which `several` owns the ref is that ref.
+    leaves: Sequence[Any]
     # How large its own memories are, as far as that is known.
     specs: Mapping[int, Spec]
     # Nobody else holds these arguments, so its parts may take them.
     alone: Set[int] = frozenset()
     made: dict[Name, Handle] = field(default_factory=dict)
     memories: dict[int, Storage] = field(default_factory=dict)
+    several: Several | None = None
+    # It owns results that are not among `made`.
+    kept: Several | None = None
 
     def storage(self, where: Where) -> Storage:
         """Return a memory; one of the replay's own is made at its first use."""
@@ -62,8 +66,8 @@ class Values:
         if isinstance(what, Storage):
             return what
         assert isinstance(what, int)
-        if kind == "argument":
-            return self.leaves[what]._handle.storage  # type: ignore[no-any-return, attr-defined]
+        if kind == GIVEN:
+            return self.leaves[what].storage  # type: ignore[no-any-return]
         found = self.memories.get(what)
         if found is None:
             found = self.memories[what] = Storage(self.specs.get(what, NO_TENSOR))
@@ -74,7 +78,7 @@ class Values:
         kind, what = name
         if kind == ARGUMENT:
             assert isinstance(what, int)
-            return self.leaves[what]._handle  # type: ignore[no-any-return, attr-defined]
+            return self.leaves[what]  # type: ignore[no-any-return]
         return self.made[name]
 
 
@@ -117,6 +121,17 @@ class Piece:
             {needs.numbers[int(k)] for kind, k in used if kind == FLOAT and k in needs.numbers}
         )
         self.made, self.memories = needs.results, needs.memories
+        # These are the numbers of the memories that are a replay's own; -1 of others.
+        self._own = [
+            what if kind == OWN and isinstance(what, int) else -1
+            for kind, what in (made.memory for made in self.made)
+        ]
+        # All its operands are arguments, most often: then their numbers are all that it needs.
+        self._arguments = (
+            None
+            if any(name[0] != ARGUMENT for name in self.operands)
+            else [int(name[1]) for name in self.operands]
+        )
         offsets = {name: 1 + n for n, name in enumerate(self.operands)}
         words = {number: 1 + len(offsets) + n for n, number in enumerate(self._numbers)}
         reads: dict[int, None] = {}
@@ -157,6 +172,13 @@ class Piece:
         self._options: dict[str, object] = {} if needs.compile is None else {"compile": needs.compile}
         self._form = self._used = Form(self.log, definition, self._options)
         self._taking: Taking | None = None
+        self._singles = [*zip(self.made, self._own)]
+        self._several: Sequence[Row] = ()
+
+    @property
+    def makes(self) -> list[Name]:
+        """What it makes and somebody else needs."""
+        return [made.name for made in self.made]
 
     def take(self, arguments: Set[int]) -> None:
         """Let a replay empty the refs of these arguments, so that the worker frees each behind its last use.
@@ -167,23 +189,48 @@ class Piece:
         positions = [n for n, k in own.items() if k in arguments]
         options = {**self._options, "taken": [1 + n for n in positions]}
         form = Form(self.log, self._definition, options)
-        self._taking = Taking(frozenset(own[n] for n in positions), positions, form) if positions else None
+        mine = frozenset(own[n] for n in positions)
+        self._taking = Taking(mine, positions, form, arguments) if positions else None
+
+    def keep(self, names: Container[Name], specs: Mapping[int, Spec]) -> list[Name]:
+        """Let one object own those of these results that share no memory with others; return which.
+
+        A log with several streams orders each value by itself, and there all have handles.
+        """
+        rows = [*zip(self.made, self._own)]
+        others = {own for made, own in rows if made.name not in names}
+        own_ones = [
+            k
+            for k, (made, own) in enumerate(rows)
+            if made.name in names and own >= 0 and own not in others and made.follows is None
+        ]
+        if len(own_ones) < 2:
+            return []
+        single = [k for k in range(len(rows)) if k not in {*own_ones}]
+        self._singles = [rows[k] for k in single]
+        self._several = [
+            Row(made.spec, made.place, own, specs.get(own, NO_TENSOR))
+            for made, own in (rows[k] for k in own_ones)
+        ]
+        order = {k: n for n, k in enumerate((*single, *own_ones))}
+        # It puts the refs of all into the order of the results.
+        self._in_order = itemgetter(*(order[k] for k in range(len(rows))))
+        return [self.made[k].name for k in own_ones]
 
     def issue(self, values: Values, numbers: Sequence[float], call: Line, name: str) -> None:
         """Issue it as one instruction. Block while the window is full."""
         log = self.log
         relieve(log)
         line = replayed(call, name, self.lines)
-        operands = [values.handle(operand) for operand in self.operands]
-        fresh = []
-        for made in self.made:
-            spec = made.spec if made.follows is None else moved(made.spec, made.follows, values.leaves)
-            handle = Handle(next_ref(), spec, made.place, values.storage(made.memory))
-            values.made[made.name] = handle
-            fresh.append(handle)
-        refs = [handle.ref for handle in operands], [handle.ref for handle in fresh]
-        words: list[object] = [0, *refs[0], *[numbers[k] for k in self._numbers], *refs[1]]
+        # Another thread may begin a second stream until it is in the log.
         with log.lock:
+            operands = self._operands(values)
+            fresh, kept = self._make(values)
+            made = [handle.ref for handle in fresh]
+            words: list[object] = [0]
+            words += [one if type(one) is int else one.ref for one in operands]
+            words += [numbers[k] for k in self._numbers]
+            words += made if kept is None else self._in_order(made + kept.refs)
             try:
                 self._used = self._form_for(values, operands)
                 words[0] = log.template(self._used.key, self._used.fields)
@@ -193,10 +240,41 @@ class Piece:
                 log.in_doubt = True
                 raise
 
-    def _form_for(self, values: Values, operands: Sequence[Handle]) -> Form:
+    def _operands(self, values: Values) -> Sequence[Any]:
+        """Return the handles of what it does not make itself; the refs of those that have no handle."""
+        if self._arguments is None:
+            return [values.handle(operand) for operand in self.operands]
+        leaves = values.leaves
+        operands = [leaves[k] for k in self._arguments]
+        if values.several is None or self.log.order is None:
+            return operands
+        handles = {handle.ref: handle for handle in values.several.opened()}
+        values.leaves = [handles.get(one, one) if type(one) is int else one for one in leaves]
+        return [values.leaves[k] for k in self._arguments]
+
+    def _make(self, values: Values) -> tuple[list[Handle], Several | None]:
+        """Make the handles of what it returns; return those, and what owns the others."""
+        kept = None
+        if self._several and self.log.order is None:
+            kept = values.kept = Several(self._several)
+        fresh, handles, memories, specs = [], values.made, values.memories, values.specs
+        # A graph may have hundreds of results. So what `storage` does for most of them is done here.
+        for made, own in self._singles if kept is not None else zip(self.made, self._own):
+            spec = made.spec if made.follows is None else moved(made.spec, made.follows, values.leaves)
+            storage = memories.get(own)
+            if storage is None:
+                if own < 0:
+                    storage = values.storage(made.memory)
+                else:
+                    storage = memories[own] = Storage(specs.get(own, NO_TENSOR))
+            handle = handles[made.name] = Handle(next_ref(), spec, made.place, storage)
+            fresh.append(handle)
+        return fresh, kept
+
+    def _form_for(self, values: Values, operands: Sequence[Any]) -> Form:
         """Return the form that a replay issues. Call under the log's lock."""
         taking, order = self._taking, self.log.order
-        if taking is None or not taking.arguments <= values.alone:
+        if taking is None or not (taking.known is values.alone or taking.arguments <= values.alone):
             return self._form
         if order is not None:
             stream = self._on_stream()
@@ -209,13 +287,15 @@ class Piece:
         return stream_at(self._home) if self._stream < 0 else self._stream
 
     def _put(
-        self, words: list[object], fresh: list[Handle], operands: list[Handle], values: Values, line: Line
+        self, words: list[object], fresh: list[Handle], operands: Sequence[Any], values: Values, line: Line
     ) -> None:
         log, order = self.log, self.log.order
         if order is None:
             born = log.append(words, line)
             for handle in fresh:
                 handle.born = born
+            if values.kept is not None:
+                values.kept.born = born
             # What it has written is read behind it, whatever that is.
             log.checked = born[0]
             return
@@ -256,7 +336,8 @@ class Bridge:
         self._streams: Streams | None = crossed.streams
         cut = recording.body[crossed.step]
         assert not isinstance(cut, Instruction)
-        self.reads, self.makes = cut.reads, [(MADE, number) for number in cut.makes]
+        self.reads = cut.reads
+        self.makes: list[Name] = [(MADE, number) for number in cut.makes]
         self._held = {name: held[str(name[1])] for name in cut.reads if name[0] == HELD}
         self._line = recording.lines[crossed.step]
         # The memory of each value that it makes, if a part names that.
@@ -284,40 +365,3 @@ def replayed(line: Line, name: str, lines: Sequence[Line | None]) -> Line:
     """Return the line of a replay of instructions that have these lines."""
     call = line[1]
     return line if call is None else (0, Replayed(call, name, lines), line[2])
-
-
-class Form:
-    """A program as a log's workers learn it. They forget it when nobody holds this."""
-
-    def __init__(self, log: Log, definition: list[object], options: Mapping[str, object]) -> None:
-        self.fields: list[object] = [PROGRAM, definition, dict(options), 0]
-        self.key: bytes = msgpack.packb(self.fields)
-        self._taught = Taught(log, self.key)
-
-
-class Taking(NamedTuple):
-    """The form that takes arguments, with their numbers and their positions among the operands.
-
-    Threads may replay a program at the same time, and so this is one value.
-    """
-
-    arguments: Set[int]
-    positions: Sequence[int]
-    form: Form
-
-
-@final
-class Taught:
-    """Stands for what a worker has learnt of a program: it forgets that when nobody holds this, or its equal.
-
-    The collector may run the finalizer inside any lock, so it only appends, as that of a `Handle` does.
-    """
-
-    __slots__ = ("__del__",)
-
-    __del__: Callable[[], object]
-
-    def __init__(self, log: Log, key: bytes) -> None:
-        self.__del__ = MethodType(log.dropped.append, key)
-        with log.lock:
-            log.templates.hold(key)

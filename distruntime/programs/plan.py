@@ -263,7 +263,8 @@ class Plan:
             layout = self._open
             operands = [*leaves, *map(taken.instead_of, self._entries)]
         self._used = layout
-        made = layout.issue(operands, numbers, self.name)
+        handles = [one._handle if isinstance(one, DistributedTensor) else one for one in operands]
+        made = layout.issue(handles, numbers, self.name).made
         if taken is not None:
             taken.put_own()
         self.replays += 1

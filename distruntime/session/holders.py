@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from ..log.handle import Handle, Place
+from ..log.handle import Described, Handle, Place, Several
 from ..log.line import code_text, place_of
 from ..log.log import Log
 from ..log.mesh_log import MeshLog
@@ -155,8 +155,20 @@ def _around(
     return map(held.extend, starmap(find, [()])), taken, starmap(held.clear, [()])
 
 
-def _handles() -> list[Handle]:
-    return tracked({Handle}, partial(gc.get_referrers, Handle))
+def _handles() -> list[Handle | Described]:
+    """Return all handles, and what says the same of values that are owned together."""
+    found: list[Handle | Several] = tracked({Handle, Several}, partial(gc.get_referrers, Handle, Several))
+    one = None
+    handles: list[Handle | Described] = []
+    try:
+        for one in found:
+            if isinstance(one, Handle):
+                handles.append(one)
+            elif hasattr(one, "born"):
+                handles += one.described()
+    finally:
+        del one, found
+    return handles
 
 
 def layers() -> dict[int, str]:
@@ -213,7 +225,7 @@ def _note(found: dict[int, str], tensor: object, layer: str) -> None:
 
 
 def _places(
-    handle: Handle,
+    handle: Handle | Described,
     nodes: Collection[Node],
     before: tuple[Log, int] | None,
     poisoned: Collection[tuple[int, ...]],

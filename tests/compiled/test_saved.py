@@ -15,6 +15,9 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 import distruntime as dr
 from agree import REMOTE
 from distruntime.compiled import saved
+from distruntime.log.handle import Handle, Several
+from distruntime.session.holders import held
+from distruntime.session.session import active_session
 from dynamo import DYNAMO_WARNS
 from processes import slots
 
@@ -216,3 +219,132 @@ def test_compiled_autograd_behind_the_forward_pass_is_told_what_to_set() -> None
     )
     with entered, pytest.raises(dr.errors.NotSupportedError, match="compiled_autograd = True before"):
         loss.backward()
+
+
+# -- one object owns what is saved -------------------------------------------------------------------------
+
+
+def _saved_values() -> list[Several]:
+    return [one for one in gc.get_objects() if type(one) is Several and one.handles is None]
+
+
+def test_one_object_owns_what_only_the_backward_graph_gets(
+    fresh_session: Callable[..., object],
+) -> None:
+    # A session with several streams has a handle of each value.
+    fresh_session()
+    step = torch.compile(_deep, backend="distruntime")
+    expected = _gradients(_deep)
+    for _ in range(CALLS):
+        assert _gradients(step) == expected
+    x, w = _inputs(REMOTE)
+    gc.collect()
+    before = sum(type(one) is Handle for one in gc.get_objects())
+    loss = step(x, w)
+    assert [len(one.refs) > 4 for one in _saved_values()] == [True]
+    # The result's.
+    assert sum(type(one) is Handle for one in gc.get_objects()) - before == 1
+    loss.backward()
+    # The backward graph has replayed without a handle of these, too.
+    assert _saved_values() == [] and [x.grad.tolist(), w.grad.tolist()] == expected  # type: ignore[union-attr]
+
+
+def test_what_one_object_owns_is_seen_by_whoever_looks_for_memory(
+    fresh_session: Callable[..., object],
+) -> None:
+    # A session with several streams has a handle of each value.
+    fresh_session()
+    step = torch.compile(_deep, backend="distruntime")
+    for _ in range(CALLS):
+        _gradients(step)
+    x, w = _inputs(REMOTE)
+    node = active_session().nodes[0]
+    gc.collect()
+    _, before = held([node])
+    loss = step(x, w)
+    (several,) = _saved_values()
+    _, after = held([node])
+    # The result and what is saved.
+    assert after.total() - before.total() == 1 + len(several.refs)
+    # Nobody owns anything else for that.
+    assert several.handles is None
+    loss.backward()
+
+
+def test_a_second_stream_that_begins_in_between_orders_what_was_saved(
+    fresh_session: Callable[..., object],
+) -> None:
+    fresh_session()
+    step = torch.compile(_deep, backend="distruntime")
+    expected = _gradients(_deep)
+    for _ in range(CALLS):
+        assert _gradients(step) == expected
+    x, w = _inputs(REMOTE)
+    loss = step(x, w)
+    assert len(_saved_values()) == 1
+    other = dr.Stream()
+    with dr.stream(other):
+        torch.ones(2, device=REMOTE).add_(1)
+    loss.backward()
+    assert [x.grad.tolist(), w.grad.tolist()] == expected  # type: ignore[union-attr]
+    for _ in range(2):
+        assert _gradients(step) == expected
+
+
+def test_a_graph_that_is_kept_is_run_again_and_taken_at_last() -> None:
+    step = torch.compile(_deep, backend="distruntime")
+    with torch._functorch.config.patch(donated_buffer=False):
+        for k in range(2 * CALLS):
+            x, w = _inputs(REMOTE)
+            loss = step(x, w)
+            for _ in range(k % 3):
+                loss.backward(retain_graph=True)
+            loss.backward()
+            twin, weight = _inputs(REMOTE)
+            for _ in range(k % 3 + 1):
+                _deep(twin, weight).backward()
+            assert torch.equal(x.grad.cpu(), twin.grad.cpu())  # type: ignore[union-attr]
+            assert torch.equal(w.grad.cpu(), weight.grad.cpu())  # type: ignore[union-attr]
+
+
+def test_hooks_that_come_when_it_is_replayed_see_tensors() -> None:
+    step = torch.compile(_deep, backend="distruntime")
+    expected = _gradients(_deep)
+    for _ in range(CALLS):
+        assert _gradients(step) == expected
+    seen: list[torch.Tensor] = []
+    with saved_tensors_hooks(lambda one: (seen.append(one), one)[1], lambda one: one):
+        assert _gradients(step) == expected
+    assert len(seen) > 4 and not any(isinstance(one, saved.Slot) for one in seen)
+    assert _gradients(step) == expected
+
+
+# -- calls like the last one -------------------------------------------------------------------------------
+
+
+def _sum_and_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return (x * w).sum()
+
+
+def test_arguments_that_share_memory_now_are_another_kind_of_call() -> None:
+    run = torch.compile(_sum_and_product, backend="distruntime")
+    for k in range(3 * CALLS):
+        x, w = (one.detach() for one in _inputs(REMOTE))
+        here, there = (one.detach() for one in _inputs("cpu"))
+        base, twin = torch.zeros(6, 4, device=REMOTE), torch.zeros(6, 4)
+        # Twice of two memories, and then once of one; these rows of it are alike in all but that.
+        pairs = (
+            ((base[:3], base[1:4]), (twin[:3], twin[1:4])) if k % 3 == 2 else ((x, x * 2), (here, here * 2))
+        )
+        assert run(*pairs[0]).item() == _sum_and_product(*pairs[1]).item()
+        assert torch.equal(pairs[0][0].cpu(), pairs[1][0]) and torch.equal(pairs[0][1].cpu(), pairs[1][1])
+        del w, there
+
+
+def test_kinds_of_calls_in_turns_are_told_apart() -> None:
+    run = torch.compile(lambda x, n: (x * n).sum(0), backend="distruntime", dynamic=True)
+    for k in range(4 * CALLS):
+        x = torch.arange(float(4 * (2 + k % 3)), device=REMOTE).view(-1, 4)
+        x = x.t().contiguous().t() if k % 4 == 3 else x
+        assert torch.equal(run(x, 2 + k % 2).cpu(), (x.cpu() * (2 + k % 2)).sum(0))

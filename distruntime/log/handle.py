@@ -14,6 +14,7 @@ from typing import NamedTuple, final
 import torch
 
 from ..errors import InternalError
+from ..wire.shield import shield
 from .line import Line
 from .log import Log
 from .node import Node
@@ -324,13 +325,14 @@ class Several:
 
     def opened(self) -> list[Handle]:
         """Return a handle of each value."""
-        with self.rows[0].place.node.lock:
+        # Ctrl-C between the two would leave the refs with two owners.
+        with shield, self.rows[0].place.node.lock:
             if self.handles is None:
                 found = [Handle(one.ref, one.spec, one.place, one.storage) for one in self.described()]
                 for handle in found:
                     handle.born = self.born
                 self.handles = found
-                # These handles own them from now on. Nothing stands between the two.
+                # These handles own them from now on.
                 self.refs.clear()
             return self.handles
 

@@ -295,6 +295,7 @@ def test_a_late_barrier_names_the_member_and_what_it_does(fresh_session: Any) ->
     session = fresh_session()
     group = dr.distributed.new_group([0, 1])
     keep_busy(1, 600)
+    until(lambda: dr.nodes()[1].state == "busy")
     with pytest.raises(dr.errors.WaitTimeout) as caught:
         dr.distributed.barrier(group, timeout=0.05)
     text = str(caught.value)

@@ -74,7 +74,9 @@ class Sampler:
         issuing, found, library = inside(frame.f_code), "", ""
         number = 0
         caller: FrameType | None = frame
-        while caller is not None:
+        # Where Dynamo has run functions, Python 3.11 once gave a dict as the caller of a frame of another
+        # thread.
+        while isinstance(caller, FrameType):
             file = caller.f_code.co_filename
             if self._is_own(file):
                 # A frame between two lines has no `f_lineno`.

@@ -396,8 +396,9 @@ class AgainstMaster:
             self.workers = [self._worker(k) for k in range(2)]
             self.process = subprocess.Popen(
                 [sys.executable, "-u", "-c", "import fuzz_master; fuzz_master.master()"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-                env=self._environment, cwd=folder,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+                # A meddled message may print any bytes.
+                encoding="utf-8", errors="replace", env=self._environment, cwd=folder,
             )  # fmt: skip
         except BaseException:
             self.close()

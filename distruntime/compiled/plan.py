@@ -281,8 +281,8 @@ class Plan:
             base, view = self._shared[k]
             out[k] = wrap_within(DistributedTensor, made[new[k]], out[base], view)
         if bundled:
-            # Nothing could free a graph that owns its own result. What `detach` returns shares its version,
-            # which is all that is read of it: so it needs to be no proxy.
+            # Nothing could free a graph that owns its own result. What `detach` returns shares its version.
+            # Nobody reads anything else of it, so it needs to be no proxy.
             with torch._C._DisableTorchDispatch():
                 watched += [out[k].detach() for k in self._exposed]  # type: ignore[attr-defined]
             out[next(iter(self._saved))] = bundle(self._form, values, watched)

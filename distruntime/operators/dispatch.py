@@ -22,7 +22,7 @@ from ..log.storage import Storage
 from ..log.tape import recorded
 from ..session.session import active_session
 from .new_calls import first_of_factory, first_time
-from .proxies import AUTOCAST, DETACH, HUGE, wrap
+from .proxies import AUTOCAST, DETACH, HUGE, wrap, wrap_all
 from .signatures import Entry, Multiple, count_unreturned, count_written, emit, versions
 from .special import SPECIAL
 from .transfer import upload_small
@@ -231,35 +231,17 @@ def _make_several(
     """Issue a call that has several results, in the memory of `base` where it is given; return them."""
     storage: Any = None if base is None else base._handle.storage
     made: list[Handle] = []
-    built: list[Any] = []
     words[0] = template
     for spec in several.specs:
-        if spec is None:
-            built.append(None)
-            continue
-        ref = next_ref()
-        words.append(ref)
-        handle = Handle(ref, spec, place, Storage(spec) if base is None else storage)
-        made.append(handle)
-        out = _make_wrapper(
-            cls,
-            spec.size,
-            spec.stride,
-            spec.offset,
-            None,
-            spec.dtype,
-            _strided,
-            place.lazy,
-            False,
-            False,
-            None,
-            False,
-            False,
-            AUTOCAST,
-            HUGE,
-        )
-        out._handle = handle
-        built.append(out)
+        if spec is not None:
+            ref = next_ref()
+            words.append(ref)
+            made.append(Handle(ref, spec, place, Storage(spec) if base is None else storage))
+    built = wrap_all(cls, made)
+    if len(built) < len(several.specs):
+        # Nobody wants the others.
+        proxies = iter(built)
+        built = [None if spec is None else next(proxies) for spec in several.specs]
     if base is None and len(made) > 1:
         relate(made)
     # The frame that has called `dispatch`; a thread of torch's C++ has none.

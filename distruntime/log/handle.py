@@ -231,10 +231,11 @@ class Residence:
 
     def drop_signatures(self, of: object) -> None:
         """Forget the signatures that begin with something, or with a word and that."""
-        for signatures, *_ in list(self._tables.values()):
-            for key in list(signatures):
-                if isinstance(key, tuple) and any(one is of for one in key[:2]):
-                    signatures.pop(key, None)
+        for signatures, unproven, _ in list(self._tables.values()):
+            for table in (signatures, unproven):
+                for key in list(table):
+                    if isinstance(key, tuple) and any(one is of for one in key[:2]):
+                        table.pop(key, None)
 
     def hide_signatures(self) -> None:
         """Send every call down the slow path from now on, which keeps what it knows."""

@@ -86,7 +86,7 @@ class _Mixed:
 
     def __init__(self) -> None:
         self.cache: dict[Any, Any] = {}
-        self.signatures = self.cache
+        self.signatures = self.unproven = self.cache
 
 
 MIXED: Any = _Mixed()

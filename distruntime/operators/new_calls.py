@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ..log.checks import Correct
 from ..log.handle import Residence
-from ..log.line import user_line
+from ..log.line import Line, user_line
 from ..log.log import relieve
 from ..log.spec import spec_from_wire
 from ..log.storage import require_writable
@@ -24,9 +25,22 @@ from .defined import call_defined
 from .explicit import WORKERS_DEFAULT, depends, promoted, to_promote, with_dtype
 from .member_views import names_member
 from .propagate import NeedsWorker, New, Outcome, Result, aliases, propagate, tensors_of, writes_lists
-from .signatures import Call, emit, entry_for, results_pattern, template
+from .signatures import Call, Entry, emit, entry_for, results_pattern, template
 
 _MOST_SIGNATURES = 1 << 16
+
+
+class Unproven(NamedTuple):
+    """What is remembered of a call until the worker has confirmed its results' metadata."""
+
+    entry: Entry
+    # It is the entry with CHECK for its template.
+    checked: Entry
+    # These are the specs of its new results, as they travel.
+    predicted: list[object]
+    correct: Correct
+
+
 _Generator = torch._C.Generator
 
 # Calls with numbers that differ from member to member go to what stands here; see torch_dtensor.py.
@@ -75,13 +89,12 @@ def first_time(
     rules among them.
     """
     try:
-        entry = where.signatures.get(signature)
+        entry = where.signatures.get(signature) or where.unproven.get(signature)
     except (TypeError, AttributeError):
         # There is nothing to look up, as on the hot path.
         entry = None
     if entry is not None:
-        relieve(where.node)
-        return emit(cls, entry, words, args, kwargs, where, user_line())
+        return _issue_known(cls, entry, words, args, kwargs, where)
     if for_each_member and _vary((*args, *kwargs.values())):
         return for_each_member[0](func, args, kwargs)
     generator = _generator(args, kwargs)
@@ -129,13 +142,8 @@ def call(
     if place.default is not default:
         signature = None
     made = Call(cls, func, args, kwargs, place, signature, user_line())
-    entry: Any = place.unproven.get(signature) if signature is not None else None
     try:
-        outcome = (
-            propagate(func, args, kwargs, lambda t: t._handle.spec, place.has_cpu_kernels)
-            if entry is None
-            else entry[3]
-        )
+        outcome = propagate(func, args, kwargs, lambda t: t._handle.spec, place.has_cpu_kernels)
     except NeedsWorker:
         # Fused optimizers return nothing, so there is nothing to predict.
         if not func._schema.returns:
@@ -158,8 +166,6 @@ def call(
             args, kwargs = promoted(args, kwargs, integers)
             return func(*args, **kwargs)
         made = replace(made, kwargs=named or kwargs)
-    if entry is not None:
-        return _issue_new(made, outcome)
     # This is `out=`.
     if any(
         a.kwarg_only and a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
@@ -186,7 +192,6 @@ def _issue_new(call: Call, outcome: Outcome) -> Any:
         number, words = template(
             func, cls, args, kwargs, results_pattern(outcome.results, outcome.single, outcome.written), node
         )
-        words.insert(0, number)
         entry = entry_for(func, cls, args, number, outcome)
         fresh = [r for r in _flat(outcome.results) if isinstance(r, New)]
         # The keys -0j and 0j are one, so complex numbers are not remembered.
@@ -194,20 +199,49 @@ def _issue_new(call: Call, outcome: Outcome) -> Any:
             if len(place.signatures) >= _MOST_SIGNATURES:
                 place.signatures.clear()
             if fresh and all(r.alias is None for r in fresh):
-                place.unproven[call.signature] = entry
                 correct = _corrector(place.unproven, place.signatures, call.signature, cls, func, args)
-                # The number of the template stands behind CHECK, which is 0, the word that emit writes first.
-                words[:0] = [CHECK, node.check(correct), [r.spec.wire() for r in fresh]]
-                entry = (CHECK, *entry[1:])
-                return emit(cls, entry, words, args, kwargs, place, call.line)
+                unproven = place.unproven[call.signature] = _unproven(entry, correct)
+                words.insert(0, CHECK)
+                return _issue_unproven(cls, unproven, words, args, kwargs, place, call.line)
             place.signatures[call.signature] = entry
         # Emit writes the first word, and the number of the template stands behind it.
-        words.insert(0, WATCH)
+        words[:0] = [WATCH, number]
         return emit(cls, (WATCH, *entry[1:]), words, args, kwargs, place, call.line)
 
 
+def _issue_known(
+    cls: type, known: Any, words: list[object], args: Sequence[Any], kwargs: Any, place: Residence
+) -> Any:
+    """Issue a call of which everything is remembered, whether the worker has confirmed it yet or not."""
+    relieve(place.node)
+    issue = _issue_unproven if type(known) is Unproven else emit
+    return issue(cls, known, words, args, kwargs, place, user_line())
+
+
+def _unproven(entry: Entry, correct: Correct) -> Unproven:
+    fresh = [r for r in _flat(entry[3].results) if isinstance(r, New)]
+    return Unproven(entry, (CHECK, *entry[1:]), [r.spec.wire() for r in fresh], correct)
+
+
+def _issue_unproven(
+    cls: type,
+    unproven: Unproven,
+    words: list[object],
+    args: Sequence[Any],
+    kwargs: Any,
+    place: Residence,
+    line: Line,
+) -> Any:
+    """Issue a call and have the worker check what its results are."""
+    entry, checked, predicted, correct = unproven
+    with place.node.lock:
+        # Emit writes the first word, which is CHECK, and the number of the template stands behind it.
+        words[:1] = [CHECK, place.node.check(correct), predicted, entry[0]]
+        return emit(cls, checked, words, args, kwargs, place, line)
+
+
 def _corrector(
-    unproven: dict[tuple[object, ...], object],
+    unproven: dict[tuple[object, ...], Any],
     cache: dict[tuple[object, ...], object],
     signature: tuple[object, ...],
     cls: type,
@@ -218,17 +252,18 @@ def _corrector(
     shape = [_Placeholder if type(a) is cls else a if not isinstance(a, (list, tuple)) else [] for a in args]
 
     def correct(result: int | None, fields: list[object]) -> None:
-        entry: Any = unproven.get(signature)
+        known: Unproven | None = unproven.get(signature)
         # It is forgotten, or an earlier call of this signature has proven it.
-        if entry is None:
+        if known is None:
             return
+        number, _, _, outcome, *_ = known.entry
         if result is None:
-            cache[signature] = unproven.pop(signature)
+            cache[signature] = known.entry
+            unproven.pop(signature)
             return
-        number, _, _, outcome, *_ = entry
         position = iter(range(1 << 30))
         mended = replace(outcome, results=[_mend(r, result, fields, position) for r in outcome.results])
-        unproven[signature] = entry_for(func, _Placeholder, shape, number, mended)
+        unproven[signature] = _unproven(entry_for(func, _Placeholder, shape, number, mended), correct)
 
     return correct
 
@@ -263,11 +298,10 @@ def first_of_factory(
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
     kwargs["device"] = place.lazy
     try:
-        entry: Any = place.signatures.get(signature)
+        known: Any = place.signatures.get(signature) or place.unproven.get(signature)
     except TypeError:
         # A size that differs from member to member has no hash.
         return for_each_member[0](func, args, kwargs, place)
-    if entry is None:
+    if known is None:
         return call(cls, func, args, kwargs, place, signature)
-    relieve(place.node)
-    return emit(cls, entry, words, (), None, place, user_line())
+    return _issue_known(cls, known, words, (), None, place)

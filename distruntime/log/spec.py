@@ -129,11 +129,11 @@ def operand_fields(spec: Spec) -> list[object]:
     return [dtype_name(spec.dtype), list(spec.size), strides]
 
 
-def contiguous(like: Spec, size: Sequence[int] | None = None) -> Spec:
-    """Return the spec of a contiguous tensor of this dtype, and of this or another size."""
+def contiguous(like: Spec, size: Sequence[int] | None = None, dtype: torch.dtype | None = None) -> Spec:
+    """Return the spec of a contiguous tensor like this, or of another size or dtype."""
     sizes = tuple(like.size if size is None else size)
     stride, count = [], 1
     for n in reversed(sizes):
         stride.append(count)
         count *= max(n, 1)
-    return spec(sizes, tuple(reversed(stride)), 0, like.dtype)
+    return spec(sizes, tuple(reversed(stride)), 0, dtype or like.dtype)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import NotSupportedError, is_of_handler
 from ..log.spec import Spec, spec_of
 from ..wire.undeclared_writes import undeclared_writes
+from .pointwise import kind_of, learn, predict
 from .rehearsal import refusal, rehearse
 
 # This is one of torch's operators. Each takes arguments of its own, which its schema says and no type.
@@ -255,15 +256,23 @@ def propagate(
             f"{func}: nested tensors live here only; remote tensors are strided. "
             "Pad them, or keep a list of tensors"
         )
+    kind, specs = kind_of(func, args, kwargs, spec_of_operand)
+    known = predict(kind, specs) if kind else None
+    if known is not None:
+        return Outcome([New(known, None)], True, (), ())
     # A mode that records operators must not see these.
     with _disable_current_modes():
         few = _few_positions(func, args, kwargs, spec_of_operand)
         found = (
             None if few is None else _propagate_few(func, args, kwargs, spec_of_operand, cpu_kernels, *few)
         )
-        if found is not None:
-            return found
-        return _propagate(func, args, kwargs, spec_of_operand, cpu_kernels)
+        if found is None:
+            found = _propagate(func, args, kwargs, spec_of_operand, cpu_kernels)
+    if kind:
+        only = found.results[0]
+        if type(only) is New and only.alias is None:
+            learn(kind, only.spec.dtype)
+    return found
 
 
 def _few_positions(

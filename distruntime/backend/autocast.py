@@ -19,8 +19,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from ..errors import drop_frames
 from ..log.handle import REMOTE_TYPES, Residence, next_ref
+from ..operators.alias_info import Operator, tensors_of
 from ..operators.common_place import common_place
-from ..operators.propagate import Operator, tensors_of
 from ..operators.proxies import AUTOCAST, AUTOCAST_KEY
 from ..session.session import active, active_session
 from ..tensors.sparse import SparseTensor

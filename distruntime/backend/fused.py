@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ..operators.propagate import Operator
+from ..operators.alias_info import Operator
 from ..operators.special import ctc_loss
 from ..tensors.tensor import DistributedTensor
 from .attention import attention

@@ -24,9 +24,9 @@ from ..errors import NotSupportedError, of_caller, without_our_frames
 from ..log.handle import Residence, new_value
 from ..log.log import relieve
 from ..log.spec import spec
+from ..operators.alias_info import Operator
 from ..operators.ask_worker import unanswered
 from ..operators.new_calls import draws
-from ..operators.propagate import Operator
 from ..operators.proxies import wrap
 from ..session.session import active_session, session_of_log
 from ..session.spelling import indexed, is_remote

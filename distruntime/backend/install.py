@@ -23,9 +23,9 @@ from torch.utils.backend_registration import rename_privateuse1_backend
 from ..collectives.copies import COPIES
 from ..errors import ConfigurationError, NotSupportedError, drop_frames, without_our_frames
 from ..log.handle import BARE, Place
+from ..operators.alias_info import Operator
 from ..operators.defined import install_defined
 from ..operators.dispatch import create, dispatch
-from ..operators.propagate import Operator
 from ..operators.proxies import restride
 from ..operators.special import SPECIAL
 from ..operators.transfer import upload_small

@@ -17,8 +17,8 @@ from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 
 from ..errors import drop_frames
 from ..log.tape import recorded
+from ..operators.alias_info import Operator
 from ..operators.dispatch import dispatch
-from ..operators.propagate import Operator
 from ..tensors.tensor import DistributedTensor
 from .whole import Kernel
 

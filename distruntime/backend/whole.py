@@ -16,10 +16,10 @@ from ..log.issue import issue
 from ..log.line import user_line
 from ..log.log import relieve
 from ..log.spec import NO_TENSOR, Spec, spec_from_wire, spec_of
+from ..operators.alias_info import Operator
 from ..operators.ask_worker import PENDING, ask_specs, await_specs
 from ..operators.common_place import common_place
 from ..operators.dispatch import dispatch
-from ..operators.propagate import Operator
 from ..operators.proxies import AUTOCAST_KEY, wrap
 from ..operators.signatures import template
 from ..operators.special import claimed

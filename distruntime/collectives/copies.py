@@ -11,8 +11,8 @@ from ..log.handle import BARE, REMOTE_TYPES, Handle, Residence, new_value
 from ..log.mesh_log import MeshLog
 from ..log.shards import member_of, mesh_of
 from ..log.spec import spec_of
+from ..operators.alias_info import Operator
 from ..operators.new_calls import call
-from ..operators.propagate import Operator
 from ..operators.proxies import wrap
 from ..operators.special import Special
 from ..operators.transfer import download, owns_whole, upload

@@ -26,6 +26,7 @@ from ..session.session import session_of_log
 from ..session.stalls import before_wait, note_wait
 from ..wire.codec import unpack_constant
 from ..wire.messages import LEARN
+from .alias_info import aliases, tensors_of, writes_lists
 from .propagate import (
     LENGTHS,
     LIARS,
@@ -36,9 +37,6 @@ from .propagate import (
     Outcome,
     Result,
     Same,
-    aliases,
-    tensors_of,
-    writes_lists,
 )
 from .proxies import reshape_wrapper, wrap
 from .signatures import Call, count_writes, entry_for, results_pattern, template

@@ -12,8 +12,8 @@ from ..errors import PlacementError
 from ..log.handle import REMOTE_TYPES, Residence
 from ..log.spec import Spec
 from ..session.session import active_session
+from .alias_info import aliases
 from .owners import owner
-from .propagate import aliases
 from .proxies import wrap
 from .transfer import upload
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from ..errors import is_of_handler
 from ..log.handle import Residence
 from ..log.line import of_a_library
-from .propagate import aliases, tensors_of
+from .alias_info import aliases, tensors_of
 from .signatures import count_writes
 
 _Kernel = Callable[..., object]

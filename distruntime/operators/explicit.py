@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import NotSupportedError, is_of_caller
 from ..log.spec import Spec, spec_of
-from .propagate import NeedsWorker, New, Outcome, Result, Same, propagate, tensors_of
+from .alias_info import tensors_of
+from .propagate import NeedsWorker, New, Outcome, Result, Same, propagate
 
 WORKERS_DEFAULT = torch.float32
 

@@ -19,12 +19,13 @@ from ..log.log import relieve
 from ..log.spec import spec_from_wire
 from ..log.storage import require_writable
 from ..wire.messages import CHECK, WATCH
+from .alias_info import aliases, tensors_of, writes_lists
 from .ask_worker import ask
 from .common_place import common_place, elsewhere, send_along
 from .defined import call_defined
 from .explicit import WORKERS_DEFAULT, depends, promoted, to_promote, with_dtype
 from .member_views import names_member
-from .propagate import NeedsWorker, New, Outcome, Result, aliases, propagate, tensors_of, writes_lists
+from .propagate import NeedsWorker, New, Outcome, Result, propagate
 from .signatures import Call, Entry, emit, entry_for, results_pattern, template
 
 _MOST_SIGNATURES = 1 << 16

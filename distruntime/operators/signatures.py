@@ -19,7 +19,8 @@ from ..log.spec import Spec
 from ..log.storage import Storage
 from ..session.session import active_session
 from ..wire.codec import KIN, OPERAND, pack_constant
-from .propagate import New, Outcome, Result, Same, tensors_of
+from .alias_info import tensors_of
+from .propagate import New, Outcome, Result, Same
 from .proxies import reshape_wrapper, wrap, wrap_view
 
 _inference = torch.is_inference_mode_enabled

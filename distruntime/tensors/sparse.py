@@ -15,7 +15,7 @@ from torch.utils import _pytree
 
 from ..errors import NotSupportedError, of_caller, without_our_frames
 from ..log.handle import Place
-from ..operators.propagate import Operator
+from ..operators.alias_info import Operator
 from .tensor import DistributedTensor
 
 # torch gives a tensor of another class the keys of a sparse one by this.

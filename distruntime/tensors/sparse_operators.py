@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import of_caller
-from ..operators.propagate import Operator
+from ..operators.alias_info import Operator
 from .sparse import KERNELS, Kernel, SparseTensor, made_of
 from .tensor import DistributedTensor
 

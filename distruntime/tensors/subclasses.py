@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map_only
 from ..errors import NotSupportedError, of_caller, without_our_frames
 from ..log.handle import REMOTE_TYPES
 from ..log.spec import Spec
+from ..operators.alias_info import Operator
 from ..operators.dispatch import dispatch
-from ..operators.propagate import Operator
 from ..operators.proxies import Answering, reshape_wrapper, wrap_view
 from ..session.session import active_session
 from .tensor import DistributedTensor

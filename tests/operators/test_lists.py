@@ -12,7 +12,7 @@ import distruntime as dr
 from agree import REMOTE
 from distruntime.log.spec import spec_of
 from distruntime.operators import propagate
-from distruntime.operators.propagate import tensors_of
+from distruntime.operators.alias_info import tensors_of
 
 FOREACH = torch.ops.aten
 

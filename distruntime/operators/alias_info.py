@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -72,6 +72,14 @@ def _declared(func: Operator) -> tuple[tuple[_Argument, ...], tuple[frozenset[st
     )
     undeclared = bool(undeclared_writes(func._schema.name, [argument.name for argument in arguments], {}))
     return arguments, results, undeclared
+
+
+def argument(func: Operator, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return an argument of a call by its name in the schema; None if the call does not give it."""
+    for given, declared in zip(args, _declared(func)[0]):
+        if declared.name == name:
+            return given
+    return kwargs.get(name)
 
 
 def aliases(

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import NotSupportedError, is_of_handler
 from ..log.spec import Spec, spec_of
-from .alias_info import aliases, tensors_of, writes_lists
+from .alias_info import aliases, argument, tensors_of, writes_lists
 from .pointwise import kind_of, learn, predict
 from .rehearsal import refusal, rehearse
 
@@ -84,8 +84,6 @@ LIARS = {
     "aten::multi_margin_loss": "shape for a single sample",
     "aten::_linalg_svd": "strides",
     "aten::linalg_eig": "strides",
-    "aten::native_batch_norm": "shapes of the saved statistics in eval mode",
-    "aten::_native_batch_norm_legit": "shapes of the saved statistics in eval mode",
     "aten::_native_batch_norm_legit_no_training": "shapes of the saved statistics",
     "aten::_embedding_bag": "shapes of the bookkeeping results",
     "aten::_embedding_bag_forward_only": "shapes of the bookkeeping results",
@@ -97,6 +95,9 @@ LIARS = {
 # 2.13).
 LIARS_ON_GPUS = {"aten::log_sigmoid_forward": "shape of the buffer"}
 
+# These do not know the shapes of the saved statistics in eval mode.
+_LIARS_IN_EVAL_MODE = frozenset({"aten::native_batch_norm", "aten::_native_batch_norm_legit"})
+
 _LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
 # These meta kernels do not know in which dtype the CPU kernel keeps its statistics, that a result is a lazy
 # conjugate, or that a truth value to the power of one keeps its dtype. It matters where an operand has one of
@@ -106,6 +107,8 @@ LIARS_OF_DTYPES = {
     "aten::_linalg_solve_ex": frozenset({torch.complex64, torch.complex128}),
     "aten::pow": frozenset({torch.bool}),
     "aten::native_layer_norm": _LOW_PRECISION,
+    "aten::native_batch_norm": _LOW_PRECISION,
+    "aten::_native_batch_norm_legit": _LOW_PRECISION,
     "aten::_batch_norm_with_update": _LOW_PRECISION,
     "aten::native_group_norm": _LOW_PRECISION,
     "aten::_weight_norm_interface": frozenset({torch.float16}),
@@ -146,9 +149,12 @@ def propagate(
 
     `cpu_kernels` says whether the call will run kernels of a CPU.
     """
-    if func._schema.name in LIARS or (not cpu_kernels and func._schema.name in LIARS_ON_GPUS):
+    name = func._schema.name
+    if name in LIARS or (not cpu_kernels and name in LIARS_ON_GPUS):
         raise NeedsWorker
-    if func._schema.name.startswith("aten::_nested"):
+    if name in _LIARS_IN_EVAL_MODE and not argument(func, "training", args, kwargs):
+        raise NeedsWorker
+    if name.startswith("aten::_nested"):
         raise NotSupportedError(
             f"{func}: nested tensors live here only; remote tensors are strided. "
             "Pad them, or keep a list of tensors"

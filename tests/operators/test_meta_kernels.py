@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import distruntime as dr
 from agree import agrees, tensor
+from distruntime.operators import new_calls
 
 
 @pytest.mark.parametrize("shape", [(), (1,)], ids=str)
@@ -38,3 +40,37 @@ def test_attention_takes_no_gradient_and_gives_none(device: str) -> Any:
         (slope,) = torch.autograd.grad(attended, x, torch.ones_like(attended), allow_unused=True)
         found.append(slope is None)
     return found
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "weights"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+@agrees
+def test_batch_norm_keeps_what_its_kernel_keeps(
+    device: str, layout: torch.memory_format, dtype: torch.dtype, weights: torch.dtype
+) -> Any:
+    x = tensor(device, 3, 4, 5, 2).to(dtype).contiguous(memory_format=layout)
+    found = []
+    for training in (True, False, True):
+        kept = [torch.ones(4, device=device, dtype=weights) for _ in range(4)]
+        made = torch.native_batch_norm(x, *kept, training, 0.1, 1e-5)
+        found += [*made, *kept, *[[one.shape, one.stride()] for one in made]]
+    return found
+
+
+def test_a_batch_norm_that_trains_asks_no_worker(
+    session: dr.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(new_calls, "ask", asked.append)
+    x, kept = torch.rand(2, 7, 5, device="remote"), torch.ones(7, device="remote")
+    found, *_ = torch.native_batch_norm(x, kept, kept, kept.clone(), kept.clone(), True, 0.1, 1e-5)
+    assert asked == [] and found.shape == x.shape

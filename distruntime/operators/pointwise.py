@@ -26,8 +26,10 @@ _NOT_SIMPLE: tuple[Kind, list[Spec]] = (), []
 @cache
 def _pointwise(func: torch._ops.OpOverload) -> bool:
     """Whether an operator works element by element and makes one new tensor."""
-    returns = func._schema.returns
-    return torch.Tag.pointwise in func.tags and len(returns) == 1 and not func._schema.is_mutable
+    schema = func._schema
+    # Operators of others may check what torch's do not.
+    of_torch = schema.name.startswith("aten::") and not schema.is_mutable
+    return of_torch and torch.Tag.pointwise in func.tags and len(schema.returns) == 1
 
 
 def kind_of(

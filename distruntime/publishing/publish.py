@@ -7,6 +7,7 @@ is whole. So a master that dies half-way leaves the version before.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -32,8 +33,10 @@ from .structure import Leaf, described, dump, pack_local
 
 # A name has at most so many characters.
 _LONGEST = 200
-# A lookup asks the workers again this often, if somebody gives the name anew while they are asked.
-_TRIES = 20
+# A lookup asks the workers again for so many seconds, if somebody gives the name anew while they are asked.
+# Where the workers answer at unlike times and the name changes all the time, twenty tries in a row met two
+# versions.
+_PATIENCE = 10.0
 
 
 @without_our_frames
@@ -216,9 +219,9 @@ def _issue(
 def lookup(name: str) -> Any:  # type: ignore[explicit-any]
     """Return what was published under a name: modules as modules, ties and views as they were.
 
-    Block for one round trip. One tensor of a worker is one object here, in whatever it was published and
-    however often it is looked up. "owner/name" is what another session shares: it can be read and not
-    written.
+    Block for one round trip, or up to 10 seconds while another process gives the name anew. One tensor of a
+    worker is one object here, in whatever it was published and however often it is looked up. "owner/name" is
+    what another session shares: it can be read and not written.
 
     Raises:
         UsageError: there is no such name, or its tensors have changed their shapes since.
@@ -232,7 +235,8 @@ def lookup(name: str) -> Any:  # type: ignore[explicit-any]
     registry = registry_of(session)
     with registry.lock:
         registry.drop_unused()
-        for _ in range(_TRIES):
+        deadline = time.monotonic() + _PATIENCE
+        while time.monotonic() < deadline:
             with suppress(Replaced):
                 return look_up(session, registry, name, owner, own_name, foreign)
     raise UsageError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -395,7 +396,8 @@ def test_a_lookup_that_meets_two_versions_looks_again(
         assert [t.tolist() for t in dr.lookup("alice/pair")] == [[times, times]] * 2
         assert len(crossed) == times
         del crossed[:]
-        times = 1000
+        times = 1 << 30
+        monkeypatch.setattr(sys.modules["distruntime.publishing.publish"], "_PATIENCE", 0.3)
         with pytest.raises(
             dr.errors.UsageError,
             match=r"'alice/pair' is incomplete. Another process publishes it again and again",

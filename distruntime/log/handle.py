@@ -311,27 +311,33 @@ class Several:
 
     A handle of each takes 2 us to make and to drop, and Python's collector counts it and what it holds. The
     memories of these values are theirs alone. Whoever needs handles opens it: then those own the refs.
+
+    `stream` has made them. Until it is opened, only that one reads them, and `read` is up to where.
     """
 
-    __slots__ = ("__del__", "born", "handles", "refs", "rows")
+    __slots__ = ("__del__", "born", "handles", "read", "refs", "rows", "stream")
 
     __del__: Callable[[], object]
     born: Line
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[Row], stream: int) -> None:
         self.rows, self.refs = rows, list(islice(_refs, len(rows)))
+        self.stream, self.read = stream, 0
         self.handles: list[Handle] | None = None
         # See `Handle`: it calls nothing of Python's.
         self.__del__ = MethodType(rows[0].place.node.freed.extend, self.refs)
 
     def opened(self) -> list[Handle]:
         """Return a handle of each value."""
+        node = self.rows[0].place.node
         # Ctrl-C between the two would leave the refs with two owners.
-        with shield, self.rows[0].place.node.lock:
+        with shield, node.lock:
             if self.handles is None:
                 found = [Handle(one.ref, one.spec, one.place, one.storage) for one in self.described()]
                 for handle in found:
                     handle.born = self.born
+                    if node.order is not None:
+                        node.order.introduce(handle.storage, self.stream, self.read)
                 self.handles = found
                 # These handles own them from now on.
                 self.refs.clear()

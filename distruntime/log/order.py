@@ -196,6 +196,15 @@ class Order:
         readers = self._use(storage).readers
         readers[stream] = max(self.last[stream], readers.get(stream, 0))
 
+    def introduce(self, storage: Memory, stream: int, read: int) -> None:
+        """Note a memory that only this stream has written and read, the latter up to `read`."""
+        storage.order = Use(stream, {stream: max(read, self._since)})
+
+    def own(self, refs: Sequence[int], stream: int) -> None:
+        """Note that this stream has made values that have no handles."""
+        if stream:
+            self._makers.update(dict.fromkeys(refs, stream))
+
     def merge(self, into: Memory, other: Memory, stream: int) -> None:
         """Let `into` stand for both memories. The stream comes after the last write of each."""
         one, two = self._use(into), self._use(other)

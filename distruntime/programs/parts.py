@@ -132,6 +132,12 @@ class Piece:
             if any(name[0] != ARGUMENT for name in self.operands)
             else [int(name[1]) for name in self.operands]
         )
+        # It may write these arguments' memory.
+        self._written: Sequence[Any] = (
+            self._arguments or ()
+            if needs.memories is None
+            else [where[1] for where, writes in needs.memories if writes and where and where[0] == GIVEN]
+        )
         offsets = {name: 1 + n for n, name in enumerate(self.operands)}
         words = {number: 1 + len(offsets) + n for n, number in enumerate(self._numbers)}
         reads: dict[int, None] = {}
@@ -193,10 +199,7 @@ class Piece:
         self._taking = Taking(mine, positions, form, arguments) if positions else None
 
     def keep(self, names: Container[Name], specs: Mapping[int, Spec]) -> list[Name]:
-        """Let one object own those of these results that share no memory with others; return which.
-
-        A log with several streams orders each value by itself, and there all have handles.
-        """
+        """Let one object own those of these results that share no memory with others; return which."""
         rows = [*zip(self.made, self._own)]
         others = {own for made, own in rows if made.name not in names}
         own_ones = [
@@ -246,17 +249,21 @@ class Piece:
             return [values.handle(operand) for operand in self.operands]
         leaves = values.leaves
         operands = [leaves[k] for k in self._arguments]
-        if values.several is None or self.log.order is None:
+        several = values.several
+        if several is None or self.log.order is None:
             return operands
-        handles = {handle.ref: handle for handle in values.several.opened()}
+        if several.stream == self._on_stream() and not any(type(leaves[k]) is int for k in self._written):
+            return operands
+        handles = {handle.ref: handle for handle in several.opened()}
         values.leaves = [handles.get(one, one) if type(one) is int else one for one in leaves]
         return [values.leaves[k] for k in self._arguments]
 
     def _make(self, values: Values) -> tuple[list[Handle], Several | None]:
         """Make the handles of what it returns; return those, and what owns the others."""
         kept = None
-        if self._several and self.log.order is None:
-            kept = values.kept = Several(self._several)
+        if self._several:
+            stream = 0 if self.log.order is None else self._on_stream()
+            kept = values.kept = Several(self._several, stream)
         fresh, handles, memories, specs = [], values.made, values.memories, values.specs
         # A graph may have hundreds of results. So what `storage` does for most of them is done here.
         for made, own in self._singles if kept is not None else zip(self.made, self._own):
@@ -278,8 +285,9 @@ class Piece:
             return self._form
         if order is not None:
             stream = self._on_stream()
-            # Another stream may still have to read it.
-            if not all(order.alone(operands[n], stream) for n in taking.positions):
+            # Another stream may still have to read it. What has no handle is this stream's.
+            shared = [operands[n] for n in taking.positions if type(operands[n]) is not int]
+            if not all(order.alone(one, stream) for one in shared):
                 return self._form
         return taking.form
 
@@ -301,7 +309,9 @@ class Piece:
             return
         log.settle()
         stream = self._on_stream()
-        reads: list[Handle] = [*operands, *self.held]
+        reads: list[Handle] = [one for one in operands if type(one) is not int]
+        unnamed = len(operands) - len(reads)
+        reads += self.held
         written: list[Memory] = [order.generator]
         if self.memories is None:
             written += [handle.storage for handle in reads]
@@ -314,6 +324,11 @@ class Piece:
         written += [handle.storage for handle in self._kept]
         born = order.issue(stream, words, fresh, reads, written, line)
         order.checked[stream] = born[0]
+        if values.kept is not None:
+            values.kept.born = born
+            order.own(values.kept.refs, stream)
+        if unnamed and values.several is not None:
+            values.several.read = born[0]
         for handle in self._kept:
             order.remake(handle, stream, born)
 

@@ -231,7 +231,6 @@ def _saved_values() -> list[Several]:
 def test_one_object_owns_what_only_the_backward_graph_gets(
     fresh_session: Callable[..., object],
 ) -> None:
-    # A session with several streams has a handle of each value.
     fresh_session()
     step = torch.compile(_deep, backend="distruntime")
     expected = _gradients(_deep)
@@ -252,7 +251,6 @@ def test_one_object_owns_what_only_the_backward_graph_gets(
 def test_what_one_object_owns_is_seen_by_whoever_looks_for_memory(
     fresh_session: Callable[..., object],
 ) -> None:
-    # A session with several streams has a handle of each value.
     fresh_session()
     step = torch.compile(_deep, backend="distruntime")
     for _ in range(CALLS):
@@ -289,6 +287,39 @@ def test_a_second_stream_that_begins_in_between_orders_what_was_saved(
     assert [x.grad.tolist(), w.grad.tolist()] == expected  # type: ignore[union-attr]
     for _ in range(2):
         assert _gradients(step) == expected
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_session_with_several_streams_has_no_handles_of_what_is_saved(
+    fresh_session: Callable[..., object], number: int
+) -> None:
+    fresh_session()
+    streams = [dr.Stream(), dr.Stream()]
+    step = torch.compile(_deep, backend="distruntime")
+    expected = _gradients(_deep)
+    with dr.stream(streams[0] if number else None):
+        for _ in range(CALLS):
+            assert _gradients(step) == expected
+        x, w = _inputs(REMOTE)
+        loss = step(x, w)
+        assert [len(one.refs) > 4 for one in _saved_values()] == [True]
+        loss.backward()
+        assert _saved_values() == [] and [x.grad.tolist(), w.grad.tolist()] == expected  # type: ignore[union-attr]
+    # The graph of one stream runs backward on another one, and is kept for a third.
+    with torch._functorch.config.patch(donated_buffer=False):
+        for k in range(2 * CALLS):
+            x, w = _inputs(REMOTE)
+            with dr.stream(streams[k % 2]):
+                loss = step(x, w)
+                loss.backward(retain_graph=k % 3 == 0)
+            if k % 3 == 0:
+                x.grad = w.grad = None
+                with dr.stream(streams[(k + 1) % 2]):
+                    loss.backward()
+            assert [x.grad.tolist(), w.grad.tolist()] == expected  # type: ignore[union-attr]
+    del x, w, loss
+    gc.collect()
+    dr.synchronize()
 
 
 def test_a_graph_that_is_kept_is_run_again_and_taken_at_last() -> None:

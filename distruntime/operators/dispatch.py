@@ -74,6 +74,8 @@ def _scan(cls: type, value: Any, key: list[Any], words: list[object], place: Any
 
 
 _in_backward = torch._C._current_graph_task_id
+_excluded: Any = torch._C._dispatch_tls_is_dispatch_key_excluded
+_WRITES: Any = torch._C.DispatchKey.ADInplaceOrView  # type: ignore[attr-defined]
 # They are C++'s own, the tuple of arguments, and the count itself.
 _HOLDERS = 3
 
@@ -99,7 +101,9 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
     # or a base leaves its handle to a new proxy. A GPT-2 of 12 layers has 148 of these in a step.
     if func is DETACH and _in_backward() >= 0 and getrefcount(args[0]) == _HOLDERS:
         given: Any = args[0]
-        if not (_with_gradients() or recorded.name):
+        # A saved result that autograd unpacks comes here too, and its node holds it. It would hold its node
+        # then: a graph that is kept was never freed. There nothing is excluded.
+        if _excluded(_WRITES) and not (_with_gradients() or recorded.name):
             plain = not (given.requires_grad or given._is_view())
             return given if plain else wrap(cls, given._handle)
     # An OpOverload's own hash is a Python function. The entry keeps `func` alive, so the id stays its own.

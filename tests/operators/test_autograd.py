@@ -7,6 +7,7 @@ Each case runs on "cpu" and on a worker and must give equal results (see `agree.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -649,6 +650,25 @@ def test_a_gradient_that_nobody_else_holds_becomes_grad_itself() -> None:
         assert w.grad is not None and [id(w.grad)] == seen
         assert w.grad.is_leaf and not w.grad.requires_grad and not w.grad._is_view()
         w = w.detach().requires_grad_()
+
+
+class _Mark:
+    """What a node holds, to be seen to go."""
+
+
+@agrees
+def test_a_graph_that_was_kept_goes_with_its_results(device: str) -> Any:
+    w, left = tensor(device, 3, 2, grad=True), []
+    for _ in range(3):
+        # Its node saves its own result.
+        y = w.exp()
+        assert y.grad_fn is not None
+        mark = _Mark()
+        y.grad_fn.metadata["mark"] = mark
+        left.append(weakref.ref(mark))
+        y.sum().backward(retain_graph=True)
+        del y, mark
+    return [one() is None for one in left], w.grad
 
 
 @agrees

@@ -195,9 +195,19 @@ class Plan:
     def _note_shared(self, found: Results) -> None:
         """Note which results are in another one's memory, and how they are views of it."""
         self._shared: dict[int, tuple[int, object]] = {}
+        # What a graph returns twice is one tensor. Autograd copies a gradient that stands at two places: as
+        # two tensors in one memory both would become a `grad`, and a write to one would change the other.
+        self._again: dict[int, int] = {}
+        firsts: dict[int, int] = {}
+        for k, leaf in enumerate(found):
+            if isinstance(leaf, torch.Tensor) and k not in self._saved:
+                first = firsts.setdefault(id(leaf), k)
+                if first != k:
+                    self._again[k] = first
         memories: dict[int, int] = {}
         # A base comes before its views.
-        self._order = sorted(self._new, key=lambda k: found[k]._is_view())  # type: ignore[attr-defined]
+        new = [k for k in self._new if k not in self._again]
+        self._order = sorted(new, key=lambda k: found[k]._is_view())  # type: ignore[attr-defined]
         places = {id(found[k]): k for k in self._order if k not in self._saved}
         for k in self._order:
             leaf = found[k]
@@ -280,15 +290,17 @@ class Plan:
         for k in self._within:
             base, view = self._shared[k]
             out[k] = wrap_within(DistributedTensor, made[new[k]], out[base], view)
+        for k, number in self._args.items():
+            given = passed[number]
+            out[k] = wrap(DistributedTensor, given) if type(given) is Handle else given
+        for k, first in self._again.items():
+            out[k] = out[first]
         if bundled:
             # Nothing could free a graph that owns its own result. What `detach` returns shares its version.
             # Nobody reads anything else of it, so it needs to be no proxy.
             with torch._C._DisableTorchDispatch():
                 watched += [out[k].detach() for k in self._exposed]  # type: ignore[attr-defined]
             out[next(iter(self._saved))] = bundle(self._form, values, watched)
-        for k, number in self._args.items():
-            given = passed[number]
-            out[k] = wrap(DistributedTensor, given) if type(given) is Handle else given
         return out
 
     def _open(self, values: Values) -> None:

@@ -502,6 +502,35 @@ def test_random_functions_give_the_same_compiled(seed: int) -> None:
     assert differs(seed) == ""
 
 
+def test_a_gradient_of_two_parameters_is_one_for_each() -> None:
+    """A cell of a recurrent network adds two biases; clipping would scale a gradient that is shared twice."""
+    x, one, other = (torch.ones(4, device=REMOTE, requires_grad=True) for _ in range(3))
+    step = compiled(lambda: (x * 2 + one + other).sin())
+    for _ in range(6):
+        one.grad = other.grad = None
+        step().backward(torch.ones(4, device=REMOTE))
+        assert one.grad is not None and other.grad is not None
+        before = other.grad.tolist()
+        one.grad.mul_(2)
+        assert other.grad.tolist() == before and other.grad._version == 0
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_what_a_graph_returns_twice_is_as_in_its_first_call(backward: bool) -> None:
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x.sin()
+        return y, y, y * 2, x, x, y[:1]
+
+    step, found = compiled(both), []
+    for _ in range(6):
+        x = torch.ones(4, device=REMOTE, requires_grad=backward)
+        y, again, doubled, *_, row = step(x)
+        with torch.no_grad():
+            y.add_(1)
+        found.append((y is again, y._version, again._version, again.tolist(), row.tolist(), doubled.tolist()))
+    assert found == found[:1] * 6
+
+
 def test_a_graph_that_was_traced_apart_sees_memory_that_is_shared() -> None:
     """torch's own `aot_eager` gives the old value there."""
     step = compiled(lambda x, y: (x.add_(1), y * 2)[1], dynamic=False)

@@ -28,7 +28,7 @@ import distruntime as dr
 _ACTS = (
     "add mul mm relu sin view t row irow slice iadd imul iargument dropout rand normal sum softmax norm "
     "linear attention carry number flag cat where expand item print send local constant stream autocast "
-    "inner index detach no_grad turn raise"
+    "inner index detach no_grad turn raise biases"
 ).split()
 # Each of these breaks a graph or runs operator by operator, so there are fewer of them.
 _RARE = frozenset("item print send local stream index".split())
@@ -87,6 +87,7 @@ class Box(torch.nn.Module):
         super().__init__()
         self.acts, self.streams, self.number, self.flag = acts, streams, 1.0, False
         self.w, self.b = torch.nn.Parameter(torch.randn(4, 4)), torch.nn.Parameter(torch.randn(4))
+        self.c = torch.nn.Parameter(torch.randn(4))
         self.register_buffer("kept", torch.zeros(4))
         self.inner: Callable[[torch.Tensor], torch.Tensor] = lambda x: (x * 2).tanh()
         self.to(device)
@@ -213,6 +214,9 @@ class Box(torch.nn.Module):
                 row.unsqueeze_(0)
                 row.mul_(act.f)
                 return c
+            case "biases":
+                # Both have the same gradient.
+                return (a + self.b + self.c).sin()
         raise ValueError(act.name)
 
 
@@ -285,7 +289,10 @@ def run(seed: int, compiler: Callable[[Any], Any], calls: int = 16) -> list[Any]
                 refused = False
                 if loss.requires_grad and backward:
                     refused = not _backward(loss)
-                gradients = [p.grad for p in (box.w, box.b, x) if p.grad is not None]
+                gradients = [p.grad for p in (box.w, box.b, box.c, x) if p.grad is not None]
+                if choose.random() < 0.4:
+                    for gradient in gradients:
+                        gradient.mul_(0.75)
                 found.append(dr.fetch([t.detach() for t in (*values, x, y, box.kept)]))
                 found.append(
                     REFUSED if refused else Gradients(dr.fetch(gradients), lowers or lower is not None)

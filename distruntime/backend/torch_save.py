@@ -25,7 +25,7 @@ from ..log.storage import Storage
 from ..session.session import active
 from ..tensors.fetch import Kind, fetch
 from ..tensors.remote_storage import RemoteStorage, nbytes
-from ..tensors.tensor import DistributedTensor, saving
+from ..tensors.tensor import DistributedTensor, own_attributes, saving
 
 
 class _Save(Protocol):
@@ -189,9 +189,10 @@ def _like(proxy: DistributedTensor, value: torch.Tensor) -> torch.Tensor:
     made = Kind.of(proxy).made_of(value)
     if not isinstance(made, torch.nn.Parameter):
         warn_if_has_hooks(proxy)
-        made.requires_grad_(proxy.requires_grad)
-    for name, attribute in proxy.__dict__.items():
-        if name not in ("_handle", "_is_param"):
+        with torch._C.DisableTorchFunctionSubclass():
+            made.requires_grad_(proxy.requires_grad)
+    for name, attribute in own_attributes(proxy):
+        if name != "_is_param":
             setattr(made, name, attribute)
     return made
 

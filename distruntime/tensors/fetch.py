@@ -242,8 +242,15 @@ class Kind:
             return without_shape(self.cls, bool(self.param), value)
         if self.param is not None and issubclass(self.cls, torch.nn.Parameter):
             return self.cls(value, self.param)
-        own = value if self.cls is torch.Tensor else value.as_subclass(self.cls)
-        return own if self.param is None else torch.nn.Parameter(own, requires_grad=self.param)
+        if self.cls is torch.Tensor:
+            return value if self.param is None else torch.nn.Parameter(value, requires_grad=self.param)
+        own = value.as_subclass(self.cls)
+        if self.param is not None:
+            # torch's constructor calls the class's own functions, and they may ask for what it has not yet.
+            with torch._C.DisableTorchFunctionSubclass():
+                own.requires_grad_(self.param)
+            own._is_param = True
+        return own
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ everything else is torch's.
 from __future__ import annotations
 
 import copy
+import copyreg
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import NoReturn, Protocol, SupportsIndex, overload
@@ -14,6 +15,7 @@ from typing import NoReturn, Protocol, SupportsIndex, overload
 import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.types import Number
 
 from ..errors import NotSupportedError, PlacementError, UsageError, of_caller, without_our_frames
@@ -40,6 +42,8 @@ class _Convert(Protocol):
 
 # torch's own `Tensor.to` looks at its arguments itself; its overloads are not repeated here.
 _to: _Convert = torch.Tensor.to  # type: ignore[assignment]
+# A class's `__torch_function__` knows this getter.
+_get_data: Callable[..., torch.Tensor] = torch.Tensor.data.__get__  # type: ignore[attr-defined, explicit-any]
 
 
 # While `torch.save` runs in this thread, this returns the local copy of a proxy: see `backend/torch_save.py`.
@@ -49,6 +53,15 @@ saving: ContextVar[Callable[[torch.Tensor], torch.Tensor] | None] = ContextVar("
 def _numbered(device: object) -> bool:
     """Whether a device is an accelerator of a node by its number alone."""
     return isinstance(device, int) or (isinstance(device, str) and device.partition(":")[0] == ACCELERATOR)
+
+
+def own_attributes(tensor: torch.Tensor) -> list[tuple[str, object]]:
+    """Return what a program has set on a tensor: in its dict, and in the slots of a class of the user's."""
+    found = [(name, value) for name, value in tensor.__dict__.items() if name != "_handle"]
+    if type(tensor) is not DistributedTensor:
+        slots: list[str] = copyreg._slotnames(type(tensor))  # type: ignore[attr-defined]
+        found += [(name, getattr(tensor, name)) for name in slots if hasattr(tensor, name)]
+    return found
 
 
 class DistributedTensor(torch.Tensor):
@@ -260,9 +273,13 @@ class DistributedTensor(torch.Tensor):
         # This runs below autograd, as torch's own does: what is written through it does not count in this
         # tensor's version.
         cls = type(self)
+        if cls is not DistributedTensor and has_torch_function_unary(self):
+            # A user's class makes one of its own of what torch returns, with the attributes that it wants.
+            asked: torch.Tensor = handle_torch_function(_get_data, (self,), self)
+            return asked
         found: DistributedTensor = dispatch(cls, torch.ops.aten.detach.default, (), (self,))
-        # A parameter's class is not that of its value.
-        return wrap(DistributedTensor, found._handle) if issubclass(cls, torch.nn.Parameter) else found
+        # The class of a parameter, and one of the user's, is not that of its value.
+        return found if cls is DistributedTensor else wrap(DistributedTensor, found._handle)
 
     @data.setter
     @without_our_frames
@@ -309,9 +326,8 @@ class DistributedTensor(torch.Tensor):
         if self.requires_grad:
             twin.requires_grad_()
         memo[id(self)] = twin
-        for name, value in self.__dict__.items():
-            if name != "_handle":
-                setattr(twin, name, copy.deepcopy(value, memo))
+        for name, value in own_attributes(self):
+            setattr(twin, name, copy.deepcopy(value, memo))
         if self.grad is not None:
             twin.grad = copy.deepcopy(self.grad, memo)
         return twin
@@ -351,9 +367,8 @@ class DistributedTensor(torch.Tensor):
             twin = torch.nn.Parameter(self.data, self.requires_grad)
         else:
             twin = self.detach().requires_grad_(self.requires_grad)
-        for name, value in self.__dict__.items():
-            if name != "_handle":
-                setattr(twin, name, value)
+        for name, value in own_attributes(self):
+            setattr(twin, name, value)
         return twin
 
     @without_our_frames

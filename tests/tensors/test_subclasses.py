@@ -399,3 +399,66 @@ def test_what_a_function_returns_of_a_class_is_plain_and_in_its_memory(session: 
         x.add_(1)
         assert torch.equal(found.cpu(), x.as_subclass(torch.Tensor)[1:].cpu())
         assert found._version == version + 1
+
+
+class Slotted(torch.Tensor):
+    """Its `__new__` gives an attribute, which has a slot, and its torch functions hand it on."""
+
+    __slots__ = ("log",)
+    log: list[str]
+
+    def __new__(cls, data: torch.Tensor, log: list[str] | None = None) -> Slotted:
+        made: Slotted = torch.Tensor._make_subclass(cls, data)  # type: ignore[arg-type]
+        made.log = [] if log is None else log
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return (
+            cls(result, args[0].log)
+            if isinstance(result, torch.Tensor) and not isinstance(result, cls)
+            else result
+        )
+
+
+def slotted(device: str) -> list[object]:
+    x = Slotted(torch.arange(3.0).to(device), ["kept"])
+    data, shallow = x.data, copy.copy(x)
+    found = [type(data) is type(x), data.log is x.log, shallow.log is x.log, data.tolist()]
+    with torch._C.DisableTorchFunctionSubclass():
+        found.append(isinstance(x.data, Slotted))
+    return found
+
+
+def test_the_data_of_a_users_class_goes_through_its_functions(session: object) -> None:
+    assert slotted(REMOTE) == slotted("cpu")
+
+
+def test_a_deep_copy_has_what_a_class_keeps_in_slots(session: object) -> None:
+    x = Slotted(torch.arange(3.0).to(REMOTE), ["kept"])
+    found = copy.deepcopy([x, x])
+    assert isinstance(found[0], Slotted) and found[0] is found[1]
+    assert found[0].log == ["kept"] and found[0].log is not x.log
+
+
+@pytest.mark.parametrize("param", [False, True], ids=["a tensor", "a parameter"])
+def test_a_file_has_what_a_class_keeps_in_slots(session: object, param: bool) -> None:
+    def saved(device: str) -> list[object]:
+        x: Any = Slotted(torch.arange(3.0).to(device), ["kept"])
+        x = nn.Parameter(x) if param else x
+        file = io.BytesIO()
+        torch.save(x, file)
+        file.seek(0)
+        with torch.serialization.safe_globals([Slotted]):
+            found: Any = torch.load(file)
+        return [
+            type(found).__name__,
+            isinstance(found, nn.Parameter),
+            found.log,
+            found.requires_grad,
+            found.tolist(),
+        ]
+
+    assert saved(REMOTE) == saved("cpu")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,10 @@ from ..log.spec import Spec, spec_of
 from .alias_info import aliases, argument, tensors_of, writes_lists
 from .pointwise import kind_of, learn, predict
 from .rehearsal import refusal, rehearse
+
+_profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+# It says for this thread whether torch's profiler hears of operators.
+_enable_record_function: Callable[[bool], None] = torch._C._autograd._enable_record_function
 
 
 class _Predicting(threading.local):
@@ -137,6 +142,20 @@ def _replaced(value: Any, twins: Iterator[torch.Tensor]) -> Any:
     return value
 
 
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Let neither a mode that records operators nor torch's profiler hear of what the block calls."""
+    profiled = _profiler_enabled()
+    if profiled:
+        _enable_record_function(False)
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        if profiled:
+            _enable_record_function(True)
+
+
 def propagate(
     func: torch._ops.OpOverload,
     args: Sequence[Any],
@@ -163,8 +182,7 @@ def propagate(
     known = predict(kind, specs) if kind else None
     if known is not None:
         return Outcome([New(known, None)], True, (), ())
-    # A mode that records operators must not see these.
-    with _disable_current_modes():
+    with _unheard():
         few = _few_positions(func, args, kwargs, spec_of_operand)
         found = (
             None if few is None else _propagate_few(func, args, kwargs, spec_of_operand, cpu_kernels, *few)

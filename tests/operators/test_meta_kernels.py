@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import distruntime as dr
-from agree import agrees, tensor
+from agree import REMOTE, agrees, tensor
 from distruntime.operators import new_calls
 
 
@@ -74,3 +74,17 @@ def test_a_batch_norm_that_trains_asks_no_worker(
     x, kept = torch.rand(2, 7, 5, device="remote"), torch.ones(7, device="remote")
     found, *_ = torch.native_batch_norm(x, kept, kept, kept.clone(), kept.clone(), True, 0.1, 1e-5)
     assert asked == [] and found.shape == x.shape
+
+
+def test_the_profiler_of_torch_hears_of_a_first_call_once(session: object) -> None:
+    x = torch.ones(3, 5, device=REMOTE)
+    with torch.autograd.profiler.profile() as profile:
+        # This process has not called them with such operands.
+        (x * 2.5).logsumexp(1)
+        torch.nn.functional.hardtanh(x, -0.25, 0.125)
+    names = [event.name for event in profile.function_events or ()]
+    assert [names.count(name) for name in ("aten::mul", "aten::logsumexp", "aten::hardtanh")] == [1, 1, 1]
+    # It hears of what comes after, too.
+    with torch.autograd.profiler.profile() as profile:
+        torch.ones(2) + 1
+    assert "aten::add" in [event.name for event in profile.function_events or ()]

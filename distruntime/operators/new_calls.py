@@ -150,7 +150,9 @@ def call(
         if not func._schema.returns:
             written = aliases(func, args, kwargs)[1]
             return _issue_new(made, Outcome([], False, written, (), listed=writes_lists(func)))
-        return ask(made)
+        # In inference mode a composite comes here whole. Its parts may say how many results they have.
+        parts = func.decompose(*args, **kwargs)
+        return ask(made) if parts is NotImplemented else parts
     # Another thread has changed the default dtype meanwhile.
     if place.tables is not tables:
         made = replace(made, signature=None)

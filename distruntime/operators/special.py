@@ -95,6 +95,11 @@ def _decompose(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwar
     return func.decompose(*args, **kwargs)
 
 
+def _tensor_split(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # It comes here in inference mode only. A tensor says where to cut, and torch wants it on the CPU.
+    return func.decompose(*args, **kwargs) if "tensor" in func._overloadname else NotImplemented
+
+
 def _make_dual(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     # It comes here in inference mode only. There nothing has a tangent, and torch returns the primal alone.
     return torch.ops.aten.alias.default(args[0])
@@ -174,6 +179,9 @@ SPECIAL: dict[str, Special] = {
         _scalars,
     ),
     **dict.fromkeys(("aten::atleast_1d", "aten::atleast_2d", "aten::atleast_3d"), _decompose),
+    # Its meta kernel promises other bags than its kernel returns.
+    "aten::embedding_bag": _decompose,
+    "aten::tensor_split": _tensor_split,
     **dict.fromkeys(
         ("aten::alpha_dropout", "aten::feature_dropout", "aten::feature_alpha_dropout"), _decompose
     ),

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
 
 import distruntime as dr
 from processes import STARTING
@@ -178,3 +180,23 @@ def test_views_of_normal_tensors_are_views_to_autograd(name: str, device: str) -
             VIEWS[name](a).add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             square.backward()  # type: ignore[no-untyped-call]
+
+
+WHOLE: dict[str, Callable[[torch.Tensor], object]] = {
+    "where": lambda x: torch.where(x > 2),
+    "nonzero as a tuple": lambda x: x.nonzero(as_tuple=True),
+    "histogramdd": lambda x: torch.histogramdd(x.view(-1, 2), [2, 3]),
+    "tensor_split at local indices": lambda x: torch.tensor_split(x, torch.tensor([1, 3])),
+    "embedding_bag": lambda x: F.embedding_bag(torch.tensor([[0, 1]], device=x.device), x.view(-1, 2)),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_only_the_parts_of_an_operator_can_tell(name: str) -> None:
+    """Composites come whole in this mode, and a meta kernel of the whole knows less than the parts."""
+    with torch.inference_mode():
+        for start in (0.0, 1.0):
+            x = torch.arange(start, start + 6)
+            expected, found = tree_leaves(WHOLE[name](x)), tree_leaves(WHOLE[name](x.to("remote")))
+            assert all(t.device.type == "remote" for t in found)
+            assert [t.tolist() for t in found] == [t.tolist() for t in expected]

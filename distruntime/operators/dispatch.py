@@ -75,7 +75,7 @@ def _scan(cls: type, value: Any, key: list[Any], words: list[object], place: Any
 
 _in_backward = torch._C._current_graph_task_id
 _excluded: Any = torch._C._dispatch_tls_is_dispatch_key_excluded
-_WRITES: Any = torch._C.DispatchKey.ADInplaceOrView  # type: ignore[attr-defined]
+_WRITES: Any = torch._C.DispatchKey.ADInplaceOrView
 # They are C++'s own, the tuple of arguments, and the count itself.
 _HOLDERS = 3
 

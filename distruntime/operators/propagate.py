@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import NotSupportedError, is_of_handler
 from ..log.spec import Spec, spec_of
 from .alias_info import aliases, argument, tensors_of, writes_lists
-from .pointwise import kind_of, learn, predict
 from .rehearsal import refusal, rehearse
+from .result_sizes import kind_of, learn, predict
 
 _profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 # It says for this thread whether torch's profiler hears of operators.
@@ -179,9 +179,10 @@ def propagate(
             "Pad them, or keep a list of tensors"
         )
     kind, specs = kind_of(func, args, kwargs, spec_of_operand)
-    known = predict(kind, specs) if kind else None
-    if known is not None:
-        return Outcome([New(known, None)], True, (), ())
+    known = predict(func, kind, specs) if kind else []
+    if known:
+        results: list[Result] = [New(one, None) for one in known]
+        return Outcome(results, len(func._schema.returns) == 1, aliases(func, args, kwargs)[1], ())
     with _unheard():
         few = _few_positions(func, args, kwargs, spec_of_operand)
         found = (
@@ -190,9 +191,9 @@ def propagate(
         if found is None:
             found = _propagate(func, args, kwargs, spec_of_operand, cpu_kernels)
     if kind:
-        only = found.results[0]
-        if type(only) is New and only.alias is None:
-            learn(kind, only.spec.dtype)
+        made = [one.spec for one in found.results if type(one) is New and one.alias is None]
+        if len(made) == len(found.results):
+            learn(func, kind, specs, made)
     return found
 
 

@@ -1,4 +1,4 @@
-"""What is predicted of an operator that works element by element, against what its kernel returns."""
+"""What is predicted of results whose sizes follow from the operands', against what kernels return."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import distruntime as dr
 import distruntime.operators.propagate as propagate
 from distruntime.log.spec import spec_of
-from distruntime.operators.pointwise import kind_of, learn, predict
+from distruntime.operators.result_sizes import kind_of, learn, predict
 
-_MORE = ("addcdiv", "addcmul", "clamp", "lerp", "nn.functional.gelu", "where")
+_MORE = (
+    *("addcdiv", "addcmul", "clamp", "lerp", "where", "softmax", "log_softmax", "nn.functional.gelu"),
+    *("native_batch_norm", "nn.functional.batch_norm"),
+)
 _INFOS = [
     info
     for info in op_db
@@ -39,14 +42,16 @@ class _Held(TorchDispatchMode):
         """Run the call itself."""
         result = func(*args, **(kwargs or {}))
         tensors = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, torch.Tensor)]
-        if not isinstance(result, torch.Tensor) or any(t.layout is not torch.strided for t in tensors):
+        if any(t.layout is not torch.strided for t in tensors):
             return result
         kind, specs = kind_of(func, args, kwargs or {}, spec_of)
-        if kind:
-            real, known = spec_of(result), predict(kind, specs)
+        made = result if isinstance(result, tuple) else [result]
+        if kind and None not in made:
+            real = [*map(spec_of, made)]
+            known = predict(func, kind, specs)
             self.counts["known" if known else "unknown"] += 1
-            assert known is None or known is real, (func, specs, real)
-            learn(kind, real.dtype)
+            assert known in ([], real), (func, specs, real)
+            learn(func, kind, specs, real)
         return result
 
 
@@ -94,6 +99,22 @@ def test_pairs_of_layouts(func: Any) -> None:
                     except RuntimeError as error:
                         assert "must match the size" in str(error)
     assert held.counts["known"]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_norms_and_softmaxes_of_many_sizes(layout: torch.memory_format) -> None:
+    with _Held() as held:
+        for sizes in ((2, 3, 5, 4), (3, 4, 1, 2), (1, 3, 2, 2), (2, 3, 5, 4), (4, 1, 3, 3), (5, 2)):
+            x = torch.rand(sizes)
+            if len(sizes) == 4:
+                x = x.contiguous(memory_format=layout)
+            x.requires_grad_()
+            norm = torch.nn.BatchNorm2d(sizes[1]) if len(sizes) == 4 else torch.nn.BatchNorm1d(sizes[1])
+            (norm(x) + x.softmax(1) + x.log_softmax(-1)).sum().backward()
+            if len(sizes) == 4:
+                torch.nn.BatchNorm2d(sizes[1], affine=False)(x).sum().backward()
+                torch.nn.BatchNorm2d(sizes[1], affine=False, track_running_stats=False)(x)
+    assert held.counts["known"] > 10 or layout is torch.channels_last
 
 
 def test_a_call_of_new_sizes_is_no_call_of_a_meta_kernel(

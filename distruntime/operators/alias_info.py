@@ -26,7 +26,7 @@ def tensors_of(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            # The kinds of hundreds of parameters are found in C; asking torch's metaclass for each takes 0.2 us.
+            # The kinds of hundreds of parameters are found in C. Asking torch for each takes 0.2 us.
             kinds = {*map(type, value)}
             if kinds == _SIZES:
                 continue

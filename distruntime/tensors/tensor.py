@@ -210,6 +210,11 @@ class DistributedTensor(torch.Tensor):
         text = render(self, self._handle, suffixes_of(self))
         return f"Parameter containing:\n{text}" if getattr(self, "_is_param", False) else text
 
+    def __dir__(self) -> list[str]:
+        # Python suggests a name for a mistyped one among fewer than 750, and torch's tensors have 750.
+        names: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
+        return [name for name in names if name[:1] != "_" or name[:2] == "__"]
+
     @without_our_frames
     def __format__(self, spec: str) -> str:
         return (

@@ -796,3 +796,14 @@ def test_what_is_fetched_is_local_wherever_new_tensors_go(session: object, view:
     with dr.on(1):
         got = dr.fetch(view(x))
     assert got.device.type == "cpu" and torch.equal(got, view(torch.arange(6.0).reshape(2, 3)))
+
+
+def test_python_suggests_a_name_for_a_mistyped_one(session: object, capfd: Any) -> None:
+    x = torch.ones(3, device=REMOTE)
+    # Python looks among fewer than 750 names.
+    assert len(dir(x)) < 750 and {"to", "get_node", "shape", "__len__"} <= {*dir(x)}
+    with pytest.raises(AttributeError) as raised:
+        x.too  # type: ignore[attr-defined]  # noqa: B018
+    # Python's own hook writes what a prompt shows.
+    sys.__excepthook__(raised.type, raised.value, None)
+    assert "Did you mean: 'to'?" in capfd.readouterr().err

@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -83,7 +84,6 @@ def upload(
     else:
         contiguous, handle = tensor.detach().contiguous(), into
     data = tensor_bytes(contiguous, lasting=non_blocking)
-    line = user_line()
     head = [
         UPLOAD,
         handle.ref,
@@ -91,9 +91,26 @@ def upload(
         dtype_name(contiguous.dtype),
         list(contiguous.shape),
     ]
+    _send(head, data, [handle], into is not None, place, non_blocking)
+    return handle
+
+
+def _send(
+    head: Sequence[object],
+    data: memoryview,
+    target: list[Handle],
+    written: bool,
+    place: Residence,
+    non_blocking: bool,
+) -> None:
+    """Issue an upload: in shared memory, in the words, or as bytes behind them.
+
+    The handle in `target` is of a value that is `written` or made. See `upload`.
+    """
+    node, session, line = place.node, session_of_log(place.node), user_line()
     loan = session.shared.take(len(data)) if place.worker.shared and len(data) >= LEAST else None
     sent = None
-    fresh, written = ([handle], []) if into is None else ([], [handle])
+    fresh, changed = ([], target) if written else (target, [])
     # A person may wait for a large one, and is shown how far it is.
     with session.requests.announcer.uploads.moving(len(data)) if len(data) >= LARGE else _SMALL as move:
         why = "an upload" if move is not None and not node.busy else "a full window"
@@ -104,12 +121,12 @@ def upload(
                 loan.memory[start : start + len(piece)] = piece
                 if move is not None:
                     move.copied = start + len(piece)
-            issue_shared([*head, [loan.name, len(data)]], loan.give, fresh, written, place, line)
+            issue_shared([*head, [loan.name, len(data)]], loan.give, fresh, changed, place, line)
         elif len(data) <= INLINE_BYTES:
-            issue([*head, bytes(data)], fresh, written, [h.storage for h in written], place, line)
+            issue([*head, bytes(data)], fresh, changed, [h.storage for h in changed], place, line)
         else:
             lasts = non_blocking or len(data) >= LARGE
-            sent = issue_bytes(head, data if lasts else bytes(data), fresh, written, place, line)
+            sent = issue_bytes(head, data if lasts else bytes(data), fresh, changed, place, line)
             if move is not None:
                 move.delivery = sent
             if not lasts or non_blocking:
@@ -118,7 +135,6 @@ def upload(
         if sent is not None:
             session.settle(place.worker, sent)
         relieve(node, why)
-    return handle
 
 
 def upload_small(target: Any, source: object, non_blocking: bool = False) -> bool:

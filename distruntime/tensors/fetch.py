@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import logging
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar, overload
@@ -139,17 +139,8 @@ def fetch_async(tree: T) -> Fetched[T]:
     The values are those at this point of the program, whatever is issued afterwards. Lists, tuples, dicts and
     their like are opened.
     """
-    leaves, shape = tree_flatten(tree)
-    # A DTensor comes as its whole value.
-    leaves = [
-        leaf.full_tensor()
-        if isinstance(getattr(leaf, "_local_tensor", None), (DistributedTensor, UnevenTensor))
-        else leaf
-        for leaf in leaves
-    ]
-    for leaf in leaves:
-        if isinstance(leaf, UnevenTensor):
-            leaf._refused("fetch")
+    flat, shape = tree_flatten(tree)
+    leaves = [*map(_whole, flat)]
     future: Fetched[T] = Fetched()
     # The keys are storage and metadata, so that tied tensors travel once and stay tied.
     replies: dict[tuple[int, Spec], Request[object]] = {}
@@ -178,26 +169,12 @@ def fetch_async(tree: T) -> Fetched[T]:
             )
             return
         try:
-            data = {key: tensor_from(reply, key[1]) for key, reply in replies.items()}
-            objects = {key: copy.value() for key, copy in copies.items()}
+            found = _arrived(replies, copies, wanted, rest)
         except DistruntimeError as error:
             # Whoever waits must hear of it.
             future.set_outcome(None, error.with_traceback(None))
             return
-        same: dict[int, torch.Tensor] = {}
-        for want in wanted:
-            if want is not None and want.leaf not in same:
-                same[want.leaf] = want.kind.made_of(data[want.key].detach())
-        future.set_outcome(
-            tree_unflatten(
-                [
-                    objects.get(id(leaf), leaf) if want is None else same[want.leaf]
-                    for want, leaf in zip(wanted, rest)
-                ],
-                shape,
-            ),
-            None,
-        )
+        future.set_outcome(tree_unflatten(found, shape), None)
 
     def arrived(_: Request[object]) -> None:
         left[0] -= 1
@@ -219,6 +196,34 @@ def fetch_async(tree: T) -> Fetched[T]:
     for copy in copies.values():
         copy.request.when_done(partial(told, copy))
     return future
+
+
+def _whole(leaf: object) -> object:
+    """Return what is fetched of a leaf: a DTensor comes as its whole value."""
+    held = getattr(leaf, "_local_tensor", None)
+    within = isinstance(held, (DistributedTensor, UnevenTensor))
+    whole: object = leaf.full_tensor() if within else leaf  # type: ignore[attr-defined]
+    if isinstance(whole, UnevenTensor):
+        whole._refused("fetch")
+    return whole
+
+
+def _arrived(
+    replies: Mapping[tuple[int, Spec], Request[object]],
+    copies: Mapping[int, Arriving],
+    wanted: Sequence[_Wanted | None],
+    rest: Sequence[object],
+) -> list[object]:
+    """Return the leaves of what was fetched; those that are local stand in `rest`."""
+    data = {key: tensor_from(reply, key[1]) for key, reply in replies.items()}
+    objects = {key: copy.value() for key, copy in copies.items()}
+    same: dict[int, torch.Tensor] = {}
+    for want in wanted:
+        if want is not None and want.leaf not in same:
+            same[want.leaf] = want.kind.made_of(data[want.key].detach())
+    return [
+        objects.get(id(leaf), leaf) if want is None else same[want.leaf] for want, leaf in zip(wanted, rest)
+    ]
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ from pathlib import Path
 from rows import ALIKE, Row
 
 NOT_RUN = "not run"
+OPEN = "open"
 KINDS = {
     "documented": "as docs/limits.md or docs/meshes.md say",
     "torch": "torch's own limits: what it does to any tensor subclass, or to a device that is no CPU",
     "other version": "the test asks for what this torch does not do",
     "harness": "what this lane does differently from torch's own run",
-    "open": "a defect here that is not mended yet",
+    OPEN: "a defect here that is not mended yet",
     NOT_RUN: "tests that a sample leaves out",
 }
 

@@ -9,16 +9,20 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from expected import KINDS, NOT_RUN, Cause, cause_of
+from expected import KINDS, NOT_RUN, OPEN, Cause, cause_of
 from rows import DEFAULT, DEVICE, LOCAL, MESH, SPMD, Row
 
 SHOWN = [kind for kind in KINDS if kind != NOT_RUN]
 HEADING = ["file", "mode", "date", "tests", "run", "passed", "skipped", *SHOWN, "unexplained"]
 SAMPLE = "sample"
+# The row of the files in which nothing has failed.
+FINE = "no failure"
+# A page names no reason that holds for fewer tests, unless it is a defect of this project.
+FEW = 5
 WHOLE = "1/1"
 PATH = Path(__file__).with_name("record.jsonl")
 
@@ -124,6 +128,23 @@ def by_file(kept: Sequence[Entry]) -> list[Entry]:
     return [added_up(groups[mode, file], file, mode) for mode, file in ordered]
 
 
+def in_rows(each: Sequence[Entry]) -> Iterator[Entry]:
+    """Yield the entries of a table's rows.
+
+    Files of one mode share a row if no test of theirs has failed, and so do the others of one folder. What a
+    row adds up stands by file in the record.
+    """
+    rows: dict[tuple[str, str], list[Entry]] = {}
+    for entry in each:
+        failed = any(entry.counts.get(kind) for kind in (*KINDS, "unexplained"))
+        folder = entry.file.rpartition("/")[0]
+        name = f"{folder}/" if folder else entry.file
+        rows.setdefault((entry.mode, name if failed else FINE), []).append(entry)
+    for (mode, name), group in rows.items():
+        whole = added_up(group, group[0].file if len(group) == 1 else f"{name}, {len(group)} files", mode)
+        yield replace(whole, date=max(entry.date for entry in group), of=sum(entry.of for entry in group))
+
+
 def table(lines: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield the lines of a table in Markdown, which reads well on a terminal too."""
     cells = [HEADING, *lines]
@@ -139,21 +160,29 @@ def reasons(whole: Entry) -> Iterator[str]:
     def place(one: tuple[str, int]) -> tuple[int, int]:
         return order.index(one[0].partition(": ")[0]), -one[1]
 
+    rare = Counter[str]()
     for words, number in sorted(whole.reasons.items(), key=place):
         kind, _, why = words.partition(": ")
-        yield f"- {kind}, {number}: {why}"
+        if number < FEW and kind != OPEN:
+            rare[kind] += number
+        else:
+            yield f"- {kind}, {number}: {why}"
+    if rare:
+        kinds = ", ".join(f"{kind}, {number}" for kind, number in rare.items())
+        yield f"- reasons of fewer than five tests each, in `tests/torch_tests/expected.txt`: {kinds}"
     lost = sum(whole.counts.get(kind, 0) for kind in KINDS) - sum(whole.reasons.values())
     if lost:
         yield f"- {lost} more, of lines from before 2026-11-27: a reason each, which was not kept by file"
 
 
-def shown(found: Sequence[Entry]) -> list[str]:
-    """Return the table and the reasons of entries."""
+def shown(found: Sequence[Entry], *, together: bool = False) -> list[str]:
+    """Return the table and the reasons of entries; files share rows where they stand `together`."""
     if not found:
         return []
     each = by_file(found)
     whole = added_up(each)
-    return [*table([entry.cells() for entry in [*each, whole]]), "", *reasons(whole)]
+    rows = in_rows(each) if together else each
+    return [*table([entry.cells() for entry in [*rows, whole]]), "", *reasons(whole)]
 
 
 def on_page(page: Path, kept: Sequence[Entry], versions: str) -> None:
@@ -165,7 +194,7 @@ def on_page(page: Path, kept: Sequence[Entry], versions: str) -> None:
             whole = added_up(by_file(some))
             last = max(entry.date for entry in some)
             first = f"{last}: {whole.run} tests of {whole.of} have run in all, {versions}."
-            rewrite(page, [first, "", *shown(some)], mark)
+            rewrite(page, [first, "", *shown(some, together=True)], mark)
 
 
 def rewrite(page: Path, words: Sequence[str], mark: str) -> None:

@@ -74,11 +74,33 @@ def test_a_later_run_replaces_the_rows_of_its_files_and_keeps_the_others(lane: A
     assert record.with_new(kept, [entry(lane, "1/1", 99)]) == [other, entry(lane, "1/1", 99)]
 
 
+def test_files_share_rows_of_the_page_where_nothing_failed_or_by_folder(lane: Any) -> None:
+    record = lane("record")
+    fine = [
+        entry(lane, "1/1", 90, file="a.py"),
+        entry(lane, "1/1", 8, "2026-11-28", file="nn/b.py", skipped=2),
+    ]
+    failed = [entry(lane, "1/1", 7, file=file, torch=3, open=1) for file in ("c.py", "nn/d.py", "nn/e.py")]
+    failed[0].reasons = {"torch: seldom": 2, "open: a defect": 1, "torch: often": 5}
+    lines = record.shown([*fine, *failed], together=True)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert [row[:5] for row in rows[2:]] == [
+        ["no failure, 2 files", "device", "2026-11-28", "200", "100"],
+        ["c.py", "device", "2026-11-27", "100", "11"],
+        ["nn/, 2 files", "device", "2026-11-27", "200", "22"],
+        ["all", "", "", "500", "133"],
+    ]
+    reasons = [line for line in lines if line.startswith("- ")]
+    assert reasons[:2] == ["- torch, 5: often", "- open, 1: a defect"] and reasons[2].endswith("torch, 2")
+    # A run shows each of its files.
+    assert len(record.shown([*fine, *failed])) - len(lines) == 2
+
+
 def test_the_page_says_how_many_tests_ran_in_all(lane: Any, tmp_path: Path) -> None:
     record, page, path = lane("record"), tmp_path / "page.md", tmp_path / "record.jsonl"
     assert record.read(path) == []
-    first = entry(lane, "1/1", 90, torch=3)
-    first.reasons = {"torch: what it does": 2}
+    first = entry(lane, "1/1", 90, torch=6)
+    first.reasons = {"torch: what it does": 5}
     record.write(path, [first, entry(lane, "sample", 5, "2026-11-20", file="g.py")])
     page.write_text("words\n<!-- table -->\nold\n<!-- end of the table -->\nmore\n", encoding="utf-8")
     record.on_page(page, record.read(path), "with a torch")
@@ -86,9 +108,9 @@ def test_the_page_says_how_many_tests_ran_in_all(lane: Any, tmp_path: Path) -> N
     assert lines[:3] == [
         "words",
         "<!-- table -->",
-        "2026-11-27: 98 tests of 200 have run in all, with a torch.",
+        "2026-11-27: 101 tests of 200 have run in all, with a torch.",
     ]
-    assert "- torch, 2: what it does" in lines and any(line.startswith("- 1 more") for line in lines)
+    assert "- torch, 5: what it does" in lines and any(line.startswith("- 1 more") for line in lines)
     assert lines[-1] == "more" and "old" not in lines
     page.write_text("words\n", encoding="utf-8")
     with pytest.raises(ValueError, match="has no lines"):

@@ -73,6 +73,7 @@ ALONE = [example for example in EXAMPLES if example.stem != "02_digits"]
 TWINS = {
     **dict.fromkeys(("06_data_parallel", "07_pipeline", "09_mesh", "10_tensor_parallel", "11_fsdp"), 1),
     **dict.fromkeys(("13_parameter_server", "17_cut_convolution", "19_all_together", "20_ddp"), 1),
+    "24_state_in_shares": 1,
     "18_schedules": 2,
 }
 LONG = {
@@ -96,6 +97,8 @@ LONG = {
     "18_schedules": "trains on two workers and here, 5 s in the suite",
     "19_all_together": "trains on eight members of four workers, 20 s of a core",
     "23_own_launcher": "starts workers and kills some, 12 s of a processor",
+    "24_state_in_shares": "imports torch's DTensor and starts a worker, 6 s of a core",
+    "25_looking_inside": "imports torch and starts a worker, 5 s of a core",
     "16_sweep": "trains eight models, 8 s of a core",
 }
 

@@ -60,11 +60,11 @@ if typing.TYPE_CHECKING:
     from .python.remote import remote as remote
     from .python.remote_module import RemoteModule as RemoteModule
     from .python.spmd import spmd as spmd
-    from .session.placing import device as device
-    from .session.placing import node as node
-    from .session.placing import on as on
-    from .session.placing import place as place
-    from .session.placing import set_place as set_place
+    from .session.spelling import device as device
+    from .session.spelling import node as node
+    from .session.spelling import on as on
+    from .session.spelling import place as place
+    from .session.spelling import set_place as set_place
     from .streams import nvtx as nvtx
     from .streams.cancel import cancel as cancel
     from .streams.stream import Event as Event

@@ -1,4 +1,4 @@
-"""`distruntime launch`: which workers are started how, before a script."""
+"""`distruntime launch`: which workers are started how, before a script, and on which machines."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from . import launch_hosts as hosts
-from .cluster.local_workers import LocalLauncher
-from .cluster.log_files import log_folder
+from .cluster.local_workers import LocalLauncher, log_folder
 from .cluster.named_sessions import folder
 from .errors import ConfigurationError, DistruntimeError
 from .launching import ranks, slurm
@@ -24,6 +22,58 @@ from .session.launcher import Launcher, LaunchSpec, dialled_at
 from .wire.deadlines import CONNECT, UNREACHABLE
 from .wire.keys import KeyPair, choose, default_path, needs_key
 from .wire.scratch import own_shared, remove, scratch_folder, sweep_shared
+
+
+def from_names(text: str) -> list[str]:
+    """Return the machine of each worker, from "gpu1,gpu2"."""
+    hosts = [name.strip() for name in text.split(",") if name.strip()]
+    if not hosts:
+        raise ConfigurationError(f"got --hosts {text!r}, expected names of machines: --hosts gpu1,gpu2")
+    return hosts
+
+
+def from_file(path: Path) -> list[str]:
+    """Return the machine of each worker, from lines such as "gpu1 slots=2".
+
+    Raises:
+        ConfigurationError: the file cannot be read, or a line of it makes no sense.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigurationError(
+            f"got --hostfile {path}, which cannot be read: {error.strerror}. Name a file with a machine in "
+            "each line"
+        ) from error
+    hosts: list[str] = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        slots = 1
+        for word in words[1:]:
+            name, _, value = word.partition("=")
+            # MPI's files have the most slots as well, which is nothing that a worker needs.
+            if name not in ("slots", "max_slots", "max-slots") or not value.isdigit() or not int(value):
+                raise ConfigurationError(
+                    f"{path}, line {number}: got {word!r}, expected slots=N behind the name of a machine"
+                )
+            slots = int(value) if name == "slots" else slots
+        hosts += [words[0]] * slots
+    if not hosts:
+        raise ConfigurationError(f"got --hostfile {path} without a machine, expected one in each line")
+    return hosts
+
+
+def address(host: str, simulate_cuda: int) -> str:
+    """Return the address of a worker that a session starts by ssh, for `init_master_worker(workers=)`.
+
+    An address stays what it is.
+    """
+    if "://" in host:
+        return host
+    return f"ssh://{host}" + (f"?simulate_cuda={simulate_cuda}" if simulate_cuda else "")
+
 
 # Without -n so many workers start here.
 _COUNT = 2
@@ -83,10 +133,10 @@ def _here(options: argparse.Namespace, words: list[str]) -> int:
 
 def _on_hosts(options: argparse.Namespace, words: list[str]) -> int:
     """Run a script whose sessions start their workers by ssh, and end them."""
-    machines = hosts.from_names(options.hosts) if options.hosts else hosts.from_file(options.hostfile)
+    machines = from_names(options.hosts) if options.hosts else from_file(options.hostfile)
     if options.count is not None:
         machines = [machines[k % len(machines)] for k in range(options.count)]
-    workers = ",".join(hosts.address(machine, options.simulate_cuda) for machine in machines)
+    workers = ",".join(address(machine, options.simulate_cuda) for machine in machines)
     # A launch within another one has workers of its own.
     variables = {"DISTRUNTIME_WORKERS": workers, "DISTRUNTIME_LISTEN": "", "DISTRUNTIME_WORLD_SIZE": ""}
     if options.key is not None:

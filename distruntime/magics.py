@@ -9,7 +9,7 @@ from typing import Protocol
 
 from .errors import DistruntimeError, UsageError, drop_frames
 from .log.handle import Place
-from .session.placing import on
+from .session.spelling import on
 
 
 class _Compiler(Protocol):

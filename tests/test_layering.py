@@ -49,7 +49,7 @@ OUTSIDE = {
         "distruntime.guards.own_code",
         "distruntime.python.pickling",
         "distruntime_worker.python.calls",
-        "distruntime_worker.python.hosting",
+        "distruntime_worker.python.operations",
         "distruntime_worker.python.member",
         "distruntime_worker.python.members",
     },
@@ -63,16 +63,16 @@ OUTSIDE = {
         "distruntime.compiled.graph",
         # It refers to groups, which are closed once nobody holds them.
         "distruntime.collectives.group",
-        "distruntime.log.uses",
-        "distruntime.log.handle",
         "distruntime.log.storage",
+        "distruntime.log.handle",
+        "distruntime.log.uses",
         "distruntime.guards.anchors",
         # It knows the type of a weak reference that a function of the user's calls.
         "distruntime.guards.functions",
         # It tells whether an object that was read is the one that was read before.
-        "distruntime.guards.marks",
+        "distruntime.guards.unchanged",
         # It refers to generators.
-        "distruntime.programs.garbage",
+        "distruntime.programs.side_effects",
         "distruntime.session.places",
         "distruntime.log.shards",
         "distruntime.wire.channel",

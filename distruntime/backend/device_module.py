@@ -1,22 +1,25 @@
-"""`torch.remote`: the device module that torch asks about the device type "remote".
+"""`torch.remote`, the device module that torch asks about the device type "remote", and `torch.accelerator`.
 
-It answers that no accelerator is available. So code for local tensors (pinned loaders, optimizers of torch
-2.15) does not take the workers for an accelerator of this machine. Factories, checkpointing and seeds work
-all the same.
+`torch.remote` answers that no accelerator is available. So code for local tensors (pinned loaders, optimizers
+of torch 2.15) does not take the workers for an accelerator of this machine. Factories, checkpointing and
+seeds work all the same. In a session the functions of `torch.accelerator` answer as these do: torch's own ask
+C++ for devices and allocators of this process. `is_available()` stays torch's own.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from ..errors import without_our_frames
 from ..log.current import MeshContext, asked_by_fakes, node_context
 from ..log.handle import Residence
-from ..session.placing import set_place
 from ..session.session import active, active_session
-from ..session.spelling import indexed
+from ..session.spelling import indexed, set_place
 from ..streams.stream import (
     Event,
     Stream,
@@ -184,3 +187,78 @@ class RemoteModule:
 
 # If they stood in the class body, they would hide the types.
 RemoteModule.Stream, RemoteModule.Event = Stream, Event  # type: ignore[attr-defined]
+
+
+# The names in torch.accelerator, and those of the functions of torch.remote that answer.
+_ANSWERS = {
+    "synchronize": "synchronize",
+    "current_device_index": "current_device",
+    "current_device_idx": "current_device",
+    "set_device_index": "set_device",
+    "set_device_idx": "set_device",
+    "current_stream": "current_stream",
+    "empty_cache": "empty_cache",
+    "get_memory_info": "mem_get_info",
+    "memory_allocated": "memory_allocated",
+    "max_memory_allocated": "max_memory_allocated",
+    "memory_reserved": "memory_reserved",
+    "max_memory_reserved": "max_memory_reserved",
+    "reset_peak_memory_stats": "reset_peak_memory_stats",
+}
+_Function = Callable[..., object]  # type: ignore[explicit-any]
+
+
+def _remote() -> bool:
+    if not active or active[0].closed is not None or asked_by_fakes.get():
+        return False
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == "remote"
+
+
+def _answering(own: _Function, remote: _Function) -> _Function:
+    @functools.wraps(own)
+    def answer(*args: object, **kwargs: object) -> object:
+        return remote(*args, **kwargs) if _remote() else own(*args, **kwargs)
+
+    return answer
+
+
+def _memory_stats(module: RemoteModule, device: Where = None) -> OrderedDict[str, int]:
+    """Return the figures that there are, under torch's names."""
+    return OrderedDict(
+        {
+            "allocated_bytes.all.current": module.memory_allocated(device),
+            "allocated_bytes.all.peak": module.max_memory_allocated(device),
+            "reserved_bytes.all.current": module.memory_reserved(device),
+            "reserved_bytes.all.peak": module.max_memory_reserved(device),
+        }
+    )
+
+
+def _module_of(own: _Function, remote: RemoteModule) -> _Function:
+    """Return torch's `get_device_module`, which without a device asks C++ for this process's accelerator."""
+
+    @functools.wraps(own)
+    def get_device_module(device: torch.device | str | None = None) -> object:
+        return remote if device is None and _remote() else own(device)
+
+    return get_device_module
+
+
+def install_accelerator(module: RemoteModule) -> None:
+    """Put these in torch's place."""
+    theirs = torch.accelerator
+    for name, answer in _ANSWERS.items():
+        setattr(theirs, name, _answering(getattr(theirs, name), getattr(module, answer)))
+    theirs.memory_stats = _answering(  # type: ignore[assignment]
+        theirs.memory_stats, functools.partial(_memory_stats, module)
+    )
+    torch.get_device_module = _module_of(torch.get_device_module, module)  # type: ignore[assignment]
+    own = theirs.device_index
+
+    def device_index(device: int | None, /) -> AbstractContextManager[None]:
+        if not _remote():
+            return own(device)
+        return nullcontext() if device is None else module.device(device)
+
+    theirs.device_index = device_index  # type: ignore[assignment, misc]

@@ -36,10 +36,9 @@ from ..tensors.sparse import install_sparse
 from ..tensors.sparse_operators import SPARSE
 from ..tensors.subclasses import install_subclasses, plain_operands
 from ..tensors.tensor import DistributedTensor
-from .accelerator import install_accelerator
 from .attention import install_flex_attention
 from .autocast import install_autocast
-from .device_module import RemoteModule
+from .device_module import RemoteModule, install_accelerator
 from .fused import KERNELS, QUICK
 from .generators import install_generators
 from .lazy_modules import install_materialize, set_aside

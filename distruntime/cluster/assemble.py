@@ -29,8 +29,7 @@ from ..wire.units import span
 from .absences import refuses
 from .arrivals import SessionOptions, all_or_nothing, meet
 from .connector import Connector
-from .local_workers import LocalLauncher
-from .log_files import log_folder
+from .local_workers import LocalLauncher, log_folder
 from .named_sessions import Entry, delete, drop, now, read, write
 from .stacks import tell_of_program
 

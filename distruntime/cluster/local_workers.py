@@ -1,4 +1,7 @@
-"""Workers on this machine: they end with this process, or with the named session that they are for."""
+"""Workers on this machine: they end with this process, or with the named session that they are for.
+
+Also where their logs go, and how long these stay.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,12 @@ import importlib
 import importlib.util
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import final
@@ -19,7 +24,54 @@ from ..session.launcher import Launcher, LaunchSpec
 from ..wire.deadlines import UNREACHABLE
 from ..wire.descriptors import naming
 from ..wire.keys import KeyPair
+from .named_sessions import folder, names
 from .nursery import NOBODY_KNOWS, ForkedWorker, begin_nursery, fork_worker
+
+# So many folders stay, besides those of sessions that may still run.
+_KEPT = 50
+
+
+def log_folder(session: str, directory: Path) -> Path | None:
+    """Return the folder for the logs of a session, after removing old ones; None where none can be made.
+
+    `directory` is the session's own. Its name tells sessions apart that have one name, one after the other.
+    """
+    logs = folder() / "logs"
+    made = logs / f"{session}-{directory.name.rpartition('-')[2]}"
+    try:
+        made.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_old(logs, made)
+    except OSError:
+        # The user has no directory that can be written. Then the logs go with the session.
+        return None
+    return made if os.access(made, os.W_OK) else None
+
+
+def _remove_old(logs: Path, made: Path) -> None:
+    found: list[tuple[float, Path]] = []
+    for path in logs.iterdir():
+        # Another master of this user's may be removing it at the same time.
+        with suppress(FileNotFoundError):
+            found.append((path.stat().st_mtime, path))
+    noted = set(names())
+    for _, path in sorted(found, reverse=True)[_KEPT:]:
+        if path != made and path.name.rpartition("-")[0] not in noted and not _runs(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _runs(session: str) -> bool:
+    """Whether the process that began a session without a name may still be there: its name begins with it."""
+    pid = session.partition("-")[0]
+    if not pid.isdigit():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
 
 # Fresh pages, not the socket, are what large messages cost: 64 MiB over loopback went from 1.1 to 4.0 GiB/s
 # with the three together.

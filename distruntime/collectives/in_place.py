@@ -21,11 +21,21 @@ from ..wire.messages import AskStatus
 from . import functional
 from .arguments import alike_each, expect, lists_each, one_each, root_of, rows_of, session_of
 from .group import ProcessGroup, Where, groups_of, homes_of
-from .operation import require_operation
+from .operation import (
+    Lists,
+    Remote,
+    Tensors,
+    all_expect,
+    at_root,
+    each,
+    expect_whole,
+    issue_in_place,
+    only,
+    require_operation,
+)
 from .reductions import Op, ReduceOp, reduction_for
 from .splits import byte_splits, require_splits, splits_of, transposed
 from .work import Work
-from .writing import Lists, Remote, Tensors, all_expect, at_root, each, expect_whole, issue_in_place, only
 
 
 @without_our_frames

@@ -1,18 +1,20 @@
 """Tests whether something is as it was: plain values are compared, and everything else has to be the same.
 
-A test keeps what it has seen. Something new might have the identity of what is gone otherwise.
+What two calls have read besides floats is compared without holding any of it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import is_
 
 import numpy
 import torch
 
-from .seen import MISSING, same
+from .seen import LISTED, MISSING, SIMPLE, TENSOR, Key, Seen, key_of, same
 
 # So many bytes of a thing are compared.
 MOST_BYTES = 1 << 16
@@ -101,3 +103,75 @@ def test_of_tensor(thing: torch.Tensor) -> Test:
         return memory.tobytes() if kept else b"", thing.requires_grad, thing.shape, *thing.stride()
 
     return test_of(read)
+
+
+# Each read has its path, and what it has given: a plain value, or marks.
+Marks = Mapping[Key, tuple[str, object]]
+_FLOAT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """Stands for an object by its id, which is its own as long as it lives."""
+
+    number: int
+    # Lists and dictionaries have no weak references.
+    alive: weakref.ref[object] | None
+
+
+def marks(reads: Mapping[Key, Seen], steps: Container[int], renewed: Container[Key]) -> Marks:
+    """Return the marks of what was read.
+
+    An optimizer counts its steps in the tensors `steps`, and the call itself has renewed what was read at
+    `renewed`. Neither says that anybody else has changed something.
+    """
+    found: dict[Key, tuple[str, object]] = {}
+    for key, one in reads.items():
+        if id(one.owner) not in steps and key not in renewed:
+            value = one.value
+            plain = one.form == "bytes" or value is TENSOR
+            listed = tuple(value) if one.form in LISTED else value  # type: ignore[arg-type]
+            found[_key(one)] = one.path, value if plain else _mark(listed)
+    return found
+
+
+def changed(before: Marks, after: Marks) -> str:
+    """Return the path of something that one call has read and the other has not, or not so."""
+    for key, (path, value) in after.items():
+        if key not in before or not _alike(before[key][1], value):
+            return path
+    return next((path for key, (path, _) in before.items() if key not in after), "")
+
+
+def _key(one: Seen) -> Key:
+    """Return what tells a read from others. A function may be asked about another float by each call."""
+    if one.form != "given":
+        return key_of(one)
+    asked: Iterable[object] = one.key  # type: ignore[assignment]
+    about = (_FLOAT if type(x) is float else (type(x), x) if type(x) in SIMPLE else id(x) for x in asked)
+    return id(one.owner), one.form, tuple(about)
+
+
+def _mark(value: object) -> object:
+    if type(value) is float:
+        return _FLOAT
+    if type(value) in SIMPLE:
+        return value
+    if isinstance(value, tuple):
+        return tuple(map(_mark, value))
+    if isinstance(value, torch.Tensor):
+        # torch swaps no tensor that has a weak reference.
+        return TENSOR if type(value) is not torch.Tensor else _Object(id(value), None)
+    try:
+        return _Object(id(value), weakref.ref(value))
+    except TypeError:
+        return _Object(id(value), None)
+
+
+def _alike(before: object, after: object) -> bool:
+    if isinstance(before, _Object):
+        lives = before.alive is None or before.alive() is not None
+        return isinstance(after, _Object) and before.number == after.number and lives
+    if isinstance(before, tuple) and isinstance(after, tuple):
+        return len(before) == len(after) and all(map(_alike, before, after))
+    return same(before, after)

@@ -15,13 +15,11 @@ import torch.nn.functional as F
 from ..collectives.partition import Partition
 from ..collectives.plans import balanced
 from ..errors import NotSupportedError, UsageError, without_our_frames
-from .channels import Mixing
+from .channels import Grid, Mixing, home_of, mixing_of
 from .edges import edged
 from .exchange import windowed
-from .grids import Grid, home_of, mixing_of
 from .halos import Slab
-from .sharded_weights import ShardedWeights
-from .weights import each, partition, require_dims
+from .weights import ShardedWeights, each, partition, require_dims
 from .windows import Grouped, Rule, Same, Spread, Window
 
 Many = int | Sequence[int]

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from ..collectives import primitives
 from ..collectives.partition import Partition
 from ..errors import UsageError, without_our_frames
-from .grids import home_of, mixing_of
-from .sharded_weights import ShardedWeights
-from .weights import Copies, partition, require_default
+from .channels import home_of, mixing_of
+from .weights import Copies, ShardedWeights, partition, require_default
 
 Tensors = list[torch.Tensor]
 

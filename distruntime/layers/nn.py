@@ -22,8 +22,7 @@ from .losses import (
     SmoothL1Loss,
 )
 from .norms import BatchNorm1d, BatchNorm2d, BatchNorm3d, LayerNorm, RMSNorm
-from .pools import AvgPool1d, AvgPool2d, AvgPool3d, MaxPool1d, MaxPool2d, MaxPool3d
-from .upsample import Upsample
+from .pools import AvgPool1d, AvgPool2d, AvgPool3d, MaxPool1d, MaxPool2d, MaxPool3d, Upsample
 
 
 def __dir__() -> list[str]:

@@ -20,12 +20,10 @@ from ..wire.frames import Part
 from ..wire.link import Delivery
 from ..wire.messages import DROP, FORGET, MeshBody, Plain, Segment
 from ..wire.shield import RLock
-from .checks import Checks, Correct
 from .line import Line, line_text
 from .order import Order
-from .stretches import StretchedLog
-from .tape import NOTED, Tape
-from .templates import Templates
+from .tape import NOTED, StretchedLog, Tape
+from .templates import Checks, Correct, Templates
 from .uses import Lent
 
 # A segment has this many words at most, about 1,000 instructions. A hundred instructions would do for the

@@ -15,8 +15,7 @@ from typing import Protocol
 
 from ..wire.messages import FORGET, RELEASE, WAIT
 from .line import Line
-from .stretches import Stretchable, StretchedLog, put
-from .tape import Named, Tape
+from .tape import Named, Stretchable, StretchedLog, Tape, put
 from .uses import Generators, Memory, Use
 
 # So many snapshots of a stream's clock are kept. An older position counts as the oldest of them, which only

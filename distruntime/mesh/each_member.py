@@ -1,7 +1,10 @@
 """What runs once for each member of a mesh: the steps of torch that depend on the rank, and operators on
 shards of different shapes.
 
-Each member's call has its shards and its numbers. The results become one tensor on the mesh again.
+Each member's call has its shards and its numbers. The results become one tensor on the mesh again. Where one
+instruction runs for all members, shards of different shapes are padded to one: for collectives, as the
+members of a line have one shape and other lines have others, and for what draws random numbers, as each
+member draws from its own generator.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..errors import NotSupportedError, PlacementError, UsageError
@@ -21,9 +25,54 @@ from ..log.shards import member_of
 from ..operators.proxies import wrap
 from ..session.session import active_session
 from ..tensors.tensor import DistributedTensor
-from ..tensors.uneven import UnevenTensor, shapes_of, together
-from .padding import cut, largest, padded
+from ..tensors.uneven import UnevenTensor, members_of, shapes_of, together
+from .line_groups import Lines
 from .varying import numbers, varies, varying
+
+Shape = tuple[int, ...]
+
+
+def largest(shapes: Sequence[Shape]) -> Shape:
+    """Return the shape that all of these fit into."""
+    return tuple(max(sizes) for sizes in zip(*shapes))
+
+
+def padded(t: UnevenTensor, parts: int = 1) -> DistributedTensor:
+    """Return shards of one shape: zeros stand behind each of the `parts` of a shard's rows."""
+    shards = [shard.unflatten(0, (parts, shard.shape[0] // parts)) for shard in t._shards]
+    whole = largest([tuple(shard.shape) for shard in shards])
+    found = [
+        pad(shard, [n for size, own in zip(whole[::-1], shard.shape[::-1]) for n in (0, size - own)])
+        for shard in shards
+    ]
+    even = together([shard.flatten(0, 1) for shard in found], t._residence)
+    assert isinstance(even, DistributedTensor)
+    return even
+
+
+def cut(
+    t: DistributedTensor, shapes: Sequence[Shape], home: Residence | None, parts: int = 1
+) -> torch.Tensor:
+    """Return what `padded` had put zeros behind: each of the `parts` of a shard's rows in its own shape."""
+    found = []
+    for shard, shape in zip(members_of(t), shapes):
+        rows = shard.unflatten(0, (parts, shard.shape[0] // parts))
+        for dim, size in enumerate(shape):
+            rows = rows.narrow(dim + 1, 0, size)
+        found.append(rows.flatten(0, 1))
+    return together(found, home)
+
+
+def require_alike(lines: Lines, t: UnevenTensor) -> None:
+    """Raise `UsageError` unless the members of each line have shards of one shape."""
+    for row in lines.rows:
+        if len({t._shards[k].shape for k in row}) > 1:
+            raise UsageError(
+                f"a collective takes tensors of one shape from the members of a line, and members "
+                f"{', '.join(map(str, row))} are a line: {shapes_of(t._shards)}. Pad them, or use lists of "
+                "tensors, dr.functional"
+            )
+
 
 _MOST_RESULTS = 1024
 

@@ -25,8 +25,8 @@ from ..session.session import session_of_log
 from ..tensors.tensor import DistributedTensor
 from ..tensors.uneven import UnevenTensor, shapes_of
 from ..wire.data_channel import Reduction
+from .each_member import cut, padded, require_alike
 from .line_groups import Lines
-from .padding import cut, padded, require_alike
 
 # torch's functional collectives pass these names.
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")

@@ -31,8 +31,7 @@ from ..operators.new_calls import for_each_member
 from ..tensors.tensor import DistributedTensor
 from ..tensors.uneven import UnevenTensor, varying_int
 from . import torch_collectives, torch_context, torch_fsdp, torch_operators, torch_ranks
-from .each_member import home_of, per_member, run_for_each
-from .padding import cut, largest
+from .each_member import cut, home_of, largest, per_member, run_for_each
 from .torch_fsdp import replace
 from .torch_world import noting, placing
 from .varying import varies, varying

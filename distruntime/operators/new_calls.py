@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..log.checks import Correct
 from ..log.handle import Residence
 from ..log.line import Line, user_line
 from ..log.log import relieve
 from ..log.spec import spec_from_wire
 from ..log.storage import require_writable
+from ..log.templates import Correct
 from ..wire.messages import CHECK, WATCH
 from .alias_info import aliases, tensors_of, writes_lists
 from .ask_worker import ask

@@ -9,11 +9,11 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from ..guards.arithmetic import Arithmetic
-from ..guards.marks import marks
 from ..guards.reachable import Reachable
 from ..guards.reads import Reads
 from ..guards.seen import PLAIN
 from ..guards.tracing import traced
+from ..guards.unchanged import marks
 from ..log.current import current_streams
 from ..log.issue import noting
 from ..log.tape import not_in_a_program, recorded
@@ -22,13 +22,12 @@ from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD
 from .begins import begins_of
 from .carried import kinds_found, renewed_kinds
-from .garbage import young_cycles_end
 from .handlers import Handlers
 from .recorder import record, taping
 from .recording import Name
 from .returned import Stripped, dressed, handle_of, local_leaf, returned_from, stripped
 from .run import Run, replaced, require_unchanged, state_behind, unsteady
-from .side_effects import LocalDraws, watched
+from .side_effects import LocalDraws, watched, young_cycles_end
 
 
 class Attempt:

@@ -18,11 +18,10 @@ from ..session.session import active_session
 from .attempt import Attempt
 from .begins import Placed, begins_of
 from .handlers import Handlers
-from .kinds import Kinds
+from .kinds import Kinds, signature_of
 from .plan import Plan
 from .returned import Stripped, dressed, laid_out, stripped
 from .side_effects import others_run
-from .signature import signature_of
 from .turns import Recorder, Turns
 
 P = ParamSpec("P")

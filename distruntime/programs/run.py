@@ -9,17 +9,17 @@ import torch
 from torch.utils._pytree import TreeSpec
 
 from ..guards.arithmetic import Term, explained
-from ..guards.marks import Marks, changed
 from ..guards.reachable import Reachable
 from ..guards.seen import PLAIN, Key, Seen, same
+from ..guards.unchanged import Marks, changed
 from ..log.spec import Spec
 from ..log.tape import not_in_a_program, refused
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import HELD, MADE
 from .begins import Begins, Moves, alike, followed, line_of_offset
-from .garbage import still_held
 from .recording import Name, Recording, difference
 from .returned import Returned, alike_results
+from .side_effects import still_held
 
 
 @dataclass

@@ -18,9 +18,8 @@ from ..session.session import Session
 from ..tensors.tensor import DistributedTensor
 from ..wire.codec import dtype_name
 from ..wire.messages import ADOPT, DaemonRecord, FindPublished
-from .envelope import Opened, open_envelope
+from .envelope import Key, Opened, Registry, open_envelope
 from .listing import StoredVersions, ask, unknown
-from .registry import Key, Registry
 from .structure import load, unpack_local
 
 _token = count(1).__next__

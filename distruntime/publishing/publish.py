@@ -26,9 +26,8 @@ from ..session.spelling import named
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import PUBLISH, DaemonRecord, DropOlder, DropPublished, ListVersions
 from .adoption import Replaced, look_up, process_of
-from .envelope import seal
+from .envelope import registry_of, seal
 from .listing import Publications, ask, nonsense, published, unknown
-from .registry import registry_of
 from .structure import Leaf, described, dump, pack_local
 
 # A name has at most so many characters.

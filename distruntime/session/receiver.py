@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, final
 
 from ..errors import ProtocolError
+from ..log.failure_log import WorkerWarnings
 from ..log.node import Node
-from ..log.worker_warnings import WorkerWarnings
 from ..wire import messages
 from ..wire.channel import Channel, PeerEvent
 from ..wire.codec import Buffer, decode

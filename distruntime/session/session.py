@@ -13,13 +13,12 @@ from itertools import count
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..errors import DistruntimeError, ProtocolError, SessionClosed, UsageError
-from ..log.failure_log import Cause
+from ..log.failure_log import Cause, WorkerWarnings
 from ..log.line import user_line
 from ..log.log import Log
 from ..log.mesh_log import MeshLog
 from ..log.node import Absence, Node
 from ..log.tape import not_in_a_program, recorded
-from ..log.worker_warnings import WorkerWarnings
 from ..wire.channel import Channel, PeerGone
 from ..wire.codec import encode
 from ..wire.deadlines import ASK, CONNECT, DETACH, SHUTDOWN

@@ -19,11 +19,8 @@ from ..log.node import Node
 from ..wire.messages import PROGRAM, TracedStep, TracedThread
 from ..wire.units import operator_text, size_text
 from .chrome import Event, Events, Json
-from .clock import Clock
-from .lines import Lines, Stretch, Texts
-from .parts import Brought, Row
-from .recording import Recording, Sent, Wait
-from .sampling import Stay
+from .parts import Brought, Clock, Lines, Row, Stretch, Texts
+from .recording import Recording, Sent, Stay, Wait
 
 MASTER = 1
 # The kinds of slices.

@@ -24,12 +24,9 @@ from ..wire.deadlines import LOOK, TRACE
 from ..wire.units import printable
 from . import chrome, parts
 from .chrome import Json
-from .clock import Clock, Reading, read_clock
 from .growth import Growth
-from .lines import Lines
-from .parts import Brought
-from .recording import Recording
-from .sampling import Sampler
+from .parts import Brought, Clock, Lines, Reading, read_clock
+from .recording import Recording, Sampler
 from .slices import MASTER, Drawing, lines_of, pid_of
 
 # A worker notes so many instructions unless the user says otherwise. They take 48 MB there.

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import distruntime as dr
-from distruntime.cluster import log_files
-from distruntime.cluster.log_files import log_folder
+from distruntime.cluster import local_workers as log_files
+from distruntime.cluster.local_workers import log_folder
 from processes import until
 
 REMOTE = "remote"

@@ -24,13 +24,12 @@ import distruntime as dr
 from apart import apart, listening
 from distruntime.session.session import Session
 from distruntime.testing import check_data_channel
-from distruntime_worker.collectives.data_channel import find, names, nccl
+from distruntime_worker.collectives.data_channel import find, names, torch_group
 from distruntime_worker.collectives.data_channel.gloo import Gloo
-from distruntime_worker.collectives.data_channel.nccl import NCCL
 from distruntime_worker.collectives.data_channel.relay import Relay
 from distruntime_worker.collectives.data_channel.tcp import TCP
 from distruntime_worker.collectives.data_channel.tls import TLS
-from distruntime_worker.collectives.data_channel.xccl import XCCL
+from distruntime_worker.collectives.data_channel.torch_group import NCCL, XCCL
 from distruntime_worker.collectives.listening import interface_of
 from processes import ListeningWorker
 
@@ -347,10 +346,10 @@ def test_nccl_is_bound_to_the_interface_that_workers_are_reached_at(monkeypatch:
         and interface_of("192.0.2.1") == interface_of("no.such.host.") == ""
     )
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
-    nccl._bind("127.0.0.1")
+    torch_group._bind("127.0.0.1")
     assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7"
     monkeypatch.delenv("NCCL_SOCKET_IFNAME")
-    nccl._bind("127.0.0.1")
+    torch_group._bind("127.0.0.1")
     assert os.environ.pop("NCCL_SOCKET_IFNAME") == "=lo"
 
 

@@ -24,7 +24,8 @@ import torch
 import distruntime as dr
 from apart import apart, listening
 from distruntime.wire.data_channel import Membership
-from distruntime_worker.collectives.data_channel import gloo, proof, sockets, tls
+from distruntime_worker.collectives.data_channel import connection as proof
+from distruntime_worker.collectives.data_channel import gloo, sockets, tls
 from distruntime_worker.collectives.data_channel.connection import read
 from distruntime_worker.collectives.data_channel.gloo import Gloo
 from distruntime_worker.collectives.data_channel.sockets import SocketChannel

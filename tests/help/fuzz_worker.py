@@ -82,7 +82,7 @@ def daemon(report: str, *arguments: str) -> int:
         importlib.import_module(name)
 
     from distruntime_worker.cli import main
-    from distruntime_worker.session.questions import Questions
+    from distruntime_worker.session.report import Questions
 
     # Whoever holds the key may end a worker, and the fuzzer needs it.
     Questions.stopped = property(lambda self: "", lambda self, why: None)  # type: ignore[assignment]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import distruntime as dr
-from distruntime.launch_hosts import address, from_file, from_names
+from distruntime.launch import address, from_file, from_names
 from distruntime.launching.job import Job, Meeting, Tails, run
 from distruntime.launching.script import command
 

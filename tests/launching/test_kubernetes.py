@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from distruntime.launch_options import add_launch
+from distruntime.command_options import add_launch
 from processes import ROOT
 
 

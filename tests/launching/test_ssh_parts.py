@@ -12,7 +12,7 @@ import pytest
 
 import distruntime as dr
 from distruntime.launching.ssh_address import SshAddress
-from distruntime.launching.ssh_failures import explained
+from distruntime.launching.ssh_connection import explained
 from distruntime.launching.ssh_probe import best, interpreters, lacking, script
 from distruntime.launching.ssh_setup import long_step
 from distruntime.launching.wheel import VERSION, requirements, wheel

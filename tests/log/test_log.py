@@ -11,12 +11,11 @@ import pytest
 import torch
 
 import distruntime as dr
-from distruntime.log.checks import Checks
 from distruntime.log.failure_log import Cause, FailureLog
 from distruntime.log.log import Log
 from distruntime.log.mesh_log import MeshLog
 from distruntime.log.node import Node
-from distruntime.log.templates import Templates
+from distruntime.log.templates import Checks, Templates
 from distruntime.session.session import Session
 from distruntime.wire.messages import FIRST_TEMPLATE, Done, Failure
 from processes import blocked, until

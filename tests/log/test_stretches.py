@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distruntime.log.stretches import StretchedLog, put
+from distruntime.log.tape import StretchedLog, put
 
 
 @pytest.mark.parametrize("at", range(8))

@@ -15,7 +15,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE
-from distruntime.programs.garbage import young_cycles_end
+from distruntime.programs.side_effects import young_cycles_end
 from distruntime_worker.python.alarms import alarms
 
 

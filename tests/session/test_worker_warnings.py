@@ -15,8 +15,8 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE, there
+from distruntime.log.failure_log import WorkerWarnings
 from distruntime.log.line import user_line
-from distruntime.log.worker_warnings import WorkerWarnings
 
 DEPRECATED = "Use of index_fill_ on expanded tensors is deprecated"
 

@@ -21,8 +21,8 @@ import distruntime as dr
 from distruntime.session import stalls
 from distruntime.session.session import Session
 from distruntime.timeline import chrome
-from distruntime.timeline.clock import Clock, Reading, read_clock
-from distruntime.timeline.sampling import Sampler, Stay
+from distruntime.timeline.parts import Clock, Reading, read_clock
+from distruntime.timeline.recording import Sampler, Stay
 from distruntime.wire.messages import AskClock, StopTrace
 from processes import blocked, stopped, until
 from traces import Read, Slice, line_of, read_trace

@@ -27,7 +27,7 @@ from distruntime.wire.messages import (
     Signal,
     Welcome,
 )
-from distruntime_worker.log.device_waits import DeviceWaits
+from distruntime_worker.log.waits import DeviceWaits
 from distruntime_worker.machine import accelerator, hardware, lost
 from distruntime_worker.machine.devices import Devices
 from distruntime_worker.session.config import WorkerConfig

@@ -15,9 +15,7 @@ import torch
 
 import distruntime as dr
 from distruntime_worker.collectives.data_channel import prepare, torch_group
-from distruntime_worker.collectives.data_channel.device_group import DeviceGroup, Queued
-from distruntime_worker.collectives.data_channel.nccl import NCCL
-from distruntime_worker.collectives.data_channel.xccl import XCCL
+from distruntime_worker.collectives.data_channel.torch_group import NCCL, XCCL, DeviceGroup, Queued
 
 
 class Pretended:

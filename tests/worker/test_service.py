@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distruntime_worker.service import JsonLines
+from distruntime_worker.cli import JsonLines
 
 
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from distruntime_worker import cli
+from distruntime_worker.cli import complete
 from distruntime_worker.options import parser
-from distruntime_worker.settings import complete
 
 VARIABLES = {
     "DISTRUNTIME_WORKER_LISTEN": "tcp://127.0.0.1:29400",

@@ -1,4 +1,4 @@
-"""The command line of the worker."""
+"""The command line of the worker, its settings from the environment, and logs that programs read."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import argparse
 import atexit
 import gc
 import importlib
+import json
 import logging
 import os
 import select
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import NoReturn
+from typing import NoReturn, final
 
 from distruntime.errors import ConfigurationError, ConnectionFailed
 from distruntime.wire.deadlines import ORPHAN
@@ -24,9 +27,78 @@ from distruntime.wire.keys import KeyPair, choose, default_path, warn_of_strange
 from distruntime.wire.scratch import sweep
 
 from .options import keygen_parser, parser, token_parser
-from .service import JsonLines
 from .session.config import WorkerConfig
-from .settings import complete
+
+
+@final
+class JsonLines(logging.Formatter):
+    """Writes each record as an object of JSON on a line of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._host = socket.gethostname()
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        fields = {
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            "host": self._host,
+            "pid": os.getpid(),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False)
+
+
+# The variable of `--max-memory` is this with MAX_MEMORY behind it.
+_VARIABLE = "DISTRUNTIME_WORKER_"
+# These exclude each other, and the command line counts.
+_WHERE = frozenset({"listen", "master"})
+_YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+# These are no settings of a worker.
+_NOT_SETTINGS = frozenset({"help", "version", "local", "once"})
+
+
+def complete(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> list[str]:
+    """Return the arguments with those of the environment before them. The command line wins.
+
+    Args:
+        parser: knows which settings there are.
+        arguments: those of the command line.
+
+    Raises:
+        ConfigurationError: a variable has what is no value of its setting.
+    """
+    # A master says all that a worker of its own needs. The other settings are for daemons.
+    if {"--local", "--once"} & set(arguments):
+        return list(arguments)
+    said = {word.partition("=")[0].removeprefix("--") for word in arguments if word.startswith("--")}
+    left_out = _NOT_SETTINGS | (_WHERE if said & _WHERE else set())
+    words: list[str] = []
+    for action in parser._actions:
+        for option in action.option_strings:
+            name = option.removeprefix("--")
+            variable = _VARIABLE + name.upper().replace("-", "_")
+            value = environment.get(variable, "")
+            if value and option.startswith("--") and name not in left_out:
+                words += _words(option, value, action.nargs == 0, variable)
+    return [*words, *arguments]
+
+
+def _words(option: str, value: str, switch: bool, variable: str) -> list[str]:
+    """Return the arguments that a setting stands for."""
+    if not switch:
+        return [f"{option}={value}"]
+    if value.lower() not in (*_YES, *_NO):
+        raise ConfigurationError(f"${variable}: {option} is true or false, got {value!r}")
+    return [option] if value.lower() in _YES else []
+
 
 log = logging.getLogger("distruntime.worker")
 

@@ -1,4 +1,4 @@
-"""torch's functions that take a device, with what reads "cuda" in their place."""
+"""torch's functions that take a device, with what reads "cuda" in their place; `torch.cuda.FloatTensor`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,79 @@ from ...errors import drop_frames, without_our_frames
 from ...mesh import data_parallel
 from ...tensors.parameters import keeping
 from ...tensors.tensor import DistributedTensor, saving
-from .places import device_count, meaning, place_of, shown_places
+from .places import current_place, device_count, meaning, place_of, shown_places
 from .replaced import Function, note, refusal, replace
 from .switches import switches
-from .tensor_types import default_type, typed
+
+TYPES = (
+    *("FloatTensor", "DoubleTensor", "HalfTensor", "BFloat16Tensor", "ByteTensor", "CharTensor"),
+    *("ShortTensor", "IntTensor", "LongTensor", "BoolTensor"),
+)
+
+
+class _Type(type):
+    """The kind of `torch.cuda.FloatTensor` and the like, with which old scripts make tensors."""
+
+    dtype: torch.dtype
+
+    @without_our_frames
+    def __call__(cls, *args: Any) -> torch.Tensor:  # type: ignore[explicit-any]
+        place = current_place()
+        if all(isinstance(size, int) for size in args):
+            return torch.empty(args or (0,), dtype=cls.dtype, device=place)
+        if isinstance(args[0], DistributedTensor):
+            return args[0].to(place, dtype=cls.dtype)
+        local: torch.Tensor = getattr(torch, cls.__name__)(*args)
+        return local.to(place)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, DistributedTensor) and instance.dtype is cls.dtype
+
+
+def type_named(name: str) -> _Type:
+    made = _Type(name, (), {"__module__": "torch.cuda"})
+    made.dtype = getattr(torch, name).dtype
+    return made
+
+
+def _dtype_there(kind: object) -> torch.dtype | None:
+    """Return the dtype of a type of tensors on "cuda", by its class or its name; None for any other."""
+    if isinstance(kind, str) and kind.startswith(("torch.cuda.", "torch.remote.")):
+        local = getattr(torch, kind.rpartition(".")[2], None)
+        dtype: torch.dtype | None = getattr(local, "dtype", None)
+        return dtype
+    return kind.dtype if isinstance(kind, _Type) else None
+
+
+def typed(own: Function) -> Function:
+    @functools.wraps(own)
+    @without_our_frames
+    def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:  # type: ignore[explicit-any]
+        dtype = _dtype_there(args[0] if args else kwargs.get("dtype"))
+        if dtype is None:
+            return own(self, *args, **kwargs)
+        return self.to(self.device if isinstance(self, DistributedTensor) else place_of(None), dtype=dtype)
+
+    return call
+
+
+def default_type(own: Function) -> Function:
+    there = [False]
+
+    @functools.wraps(own)
+    def call(kind: object, /) -> None:
+        dtype = _dtype_there(kind)
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
+            torch.set_default_device("cuda")
+        else:
+            own(kind)
+            if there[0]:
+                torch.set_default_device(None)
+        there[0] = dtype is not None
+
+    return call
+
 
 _own_reduce = DistributedTensor.__reduce_ex__
 

@@ -16,9 +16,9 @@ from ...session.stalls import get_sync_debug_mode, set_sync_debug_mode
 from ...streams import nvtx
 from ...streams.stream import Event, Stream, stream
 from ...tensors.tensor import DistributedTensor
+from .functions import TYPES, type_named
 from .places import current_device, device_count, place_of
 from .replaced import ABSENT, Function, no_class, pretending, refusal, refusing, replace
-from .tensor_types import TYPES, type_named
 
 
 class _Device(contextlib.ContextDecorator):

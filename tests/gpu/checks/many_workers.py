@@ -87,7 +87,7 @@ def one_card(box: Box) -> None:
     failure=(
         "a collective of NCCL is wrong, or a member's fault reaches the others as a value (B1), ends their "
         "processes (B2), or lets them wait for half an hour (C2). `gather` and `scatter` that fail at all "
-        "but the root are C1. Look at worker/distruntime_worker/collectives/data_channel/nccl.py and "
+        "but the root are C1. Look at worker/distruntime_worker/collectives/data_channel/torch_group.py and "
         "collectives/operation.py."
     ),
     seconds=120,

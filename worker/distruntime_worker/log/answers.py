@@ -22,9 +22,9 @@ from distruntime.wire.shared import Attached
 from ..machine import accelerator, lost
 from ..values.objects import INLINE_BYTES, PART_BYTES, Poisoned, described, failure, render, wire_tensor
 from ..values.streams import Action, Happening, HostCopy, Stream
-from .device_waits import DeviceWaits
 from .progress import Progress
 from .state import State, Tell
+from .waits import DeviceWaits
 
 # One segment reports at most so many failures with their text: a loop of failing instructions says the same
 # thing anyway.

@@ -1,18 +1,171 @@
-"""The chain of links around an instruction: nothing else puts anything around a step's run."""
+"""The chain of links around an instruction: nothing else puts anything around a step's run.
+
+Two of the links are here. What a session may read and not write are the values of another, which it has
+adopted: its master is not relied on to refuse. And a lost device poisons a session's values, and nothing more
+is tried there. Neither costs anything in a session that has asked for nobody's values and whose devices are
+all right.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from distruntime.errors import UsageError
+from distruntime.wire.messages import Failure
+
+from ..machine import accelerator, lost
 from ..values.draws import Draws
-from ..values.mesh_lanes import MeshState
-from ..values.step import Run, Step
+from ..values.functions import SEED, WRITING, Tape
+from ..values.mesh_lanes import MeshState, Shards
+from ..values.objects import Poisoned, class_name, described, memory_of
+from ..values.step import Run, Slots, Step, Words
+from ..values.streams import HostCopy
 from .guard import Shares
-from .lost_devices import LostDevices
-from .read_only import ReadOnly
 from .state import State
 from .timing import Timing
+
+
+class ReadOnly:
+    """The memory that a session may read only, and the link that watches what writes it.
+
+    `switched` is called when the link is switched on.
+    """
+
+    # A member's memory may be shared, and another's not: each looks for itself.
+    each = True
+
+    def __init__(self, state: State, switched: Callable[[], None]) -> None:
+        self._state, self._switched = state, switched
+        # A storage that is weakly referenced keeps its address, though not its memory: no other storage can
+        # be taken for it.
+        self._storages: dict[int, StorageWeakRef] = {}
+        self.watching = False
+
+    def watch(self) -> None:
+        """Let every template that writes look what it writes, from now on (the reader, before any such value
+        has a ref).
+        """
+        if not self.watching:
+            self.watching = True
+            self._switched()
+
+    def add(self, value: object) -> None:
+        """Let the memory of a value be read only."""
+        for cdata in [cdata for cdata, storage in self._storages.items() if storage.expired()]:
+            del self._storages[cdata]
+        storage = memory_of(value)
+        if storage is not None:
+            self._storages[storage._cdata] = StorageWeakRef(storage)
+
+    def holds(self, value: object) -> bool:
+        """Whether a value in a slot is in such memory, or one of a mesh's members' is."""
+        if isinstance(value, Shards):
+            return any(self.holds(one) for one in value)
+        storage = memory_of(value)
+        return storage is not None and storage._cdata in self._storages
+
+    def around(self, step: Step, run: Run) -> Run | None:
+        """Return what looks at what a step writes before it writes."""
+        offsets = step.reads if step.name in WRITING else sorted({*step.mutates, *step.unsaid})
+        if not self.watching or not offsets:
+            return None
+
+        def watched(slots: Slots, p: Words, i: int) -> int:
+            if any(self.holds(slots.get(p[i + k])) for k in offsets):
+                return self._refuse(step, slots, p, i, offsets)
+            return run(slots, p, i)
+
+        return watched
+
+    def _refuse(self, step: Step, slots: Slots, p: Words, i: int, offsets: Sequence[int]) -> int:
+        """Poison what the instruction would have made or written.
+
+        What it may not write is as it was, and stays readable.
+        """
+        text = "this would write what another session has published, and shares for reading"
+        error = UsageError(f"{text}: write to a copy, x.clone()")
+        if step.joint:
+            return step.drop(slots, p, i, error)
+        state = self._state
+        cause = state.failure(p, i, error, step.name, described([slots.get(p[i + k]) for k in step.reads]))
+        for k in step.writes:
+            slots[p[i + k]] = Poisoned(cause)
+        for k in offsets:
+            value = slots.get(p[i + k])
+            if isinstance(value, torch.Tensor) and not self.holds(value):
+                state.spread(slots, value.untyped_storage(), cause)
+        if not step.writes:
+            state.orphans.append(cause)
+        return i + step.length
+
+
+def poisoned_by(device: torch.device, text: str) -> Failure:
+    """Return the failure of a value that was on a device which is lost."""
+    return Failure(0, 0, class_name(torch.AcceleratorError), text, "", f"a value on {device}", "")
+
+
+class LostDevices:
+    """The link that refuses what would run on a lost device. `switched` is called when one is lost."""
+
+    each = True
+
+    def __init__(self, state: State, switched: Callable[[], None]) -> None:
+        self._state, self._switched = state, switched
+        self._known = len(accelerator.lost)
+        lost.watch(self.lose)
+
+    def look(self) -> None:
+        """Refuse what is issued from now on to devices that were lost since the last look (the reader)."""
+        if self._known != len(accelerator.lost):
+            self._known = len(accelerator.lost)
+            self._switched()
+
+    def close(self) -> None:
+        """Let the session's values go their own way."""
+        lost.forget(self.lose)
+
+    def around(self, step: Step, run: Run) -> Run | None:
+        """Return what drops a step whose results would be on a lost device."""
+        devices = [device for device in step.devices if device in accelerator.lost]
+        # A seed is for all places. Nothing draws on a lost device, so nothing is wrong with it there.
+        if not devices or step.name == SEED:
+            return None
+
+        def refused(slots: Slots, p: Words, i: int) -> int:
+            return step.drop(slots, p, i, torch.AcceleratorError(accelerator.lost[devices[0]]))
+
+        return refused
+
+    def lose(self, device: torch.device, text: str) -> None:
+        """Poison the values on a device that is lost (any thread)."""
+        state, cause = self._state, poisoned_by(device, text)
+        for part in state.losing:
+            part(device, cause)
+        slots = state.slots
+        for ref, value in slots.copy().items():
+            if isinstance(value, Shards):
+                for lane, one in enumerate(value):
+                    if is_on(one, device):
+                        lost.keep_for_ever(one)
+                        value[lane] = Poisoned(cause)
+            elif is_on(value, device):
+                lost.keep_for_ever(value)
+                slots[ref] = Poisoned(cause)
+
+
+def is_on(value: object, device: torch.device) -> bool:
+    """Whether a value in a slot needs a device, to be read or to be let go of."""
+    if isinstance(value, torch.Tensor):
+        return value.device == device
+    if isinstance(value, Tape):
+        return any(one.device == device for one in (*value.inputs, *value.outputs))
+    if isinstance(value, Poisoned):
+        return value.memory is not None and value.memory.device == device
+    return isinstance(value, HostCopy) and value.device == device
 
 
 class Link(Protocol):

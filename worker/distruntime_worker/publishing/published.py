@@ -19,8 +19,7 @@ from distruntime.wire import messages
 from distruntime.wire.codec import daemons_from, failure_fields
 from distruntime.wire.shield import Lock
 
-from ..log.lost_devices import is_on
-from ..log.read_only import ReadOnly
+from ..log.chain import ReadOnly, is_on
 from ..log.state import State, request_of
 from ..machine.accelerator import asynchronous, used_on
 from ..machine.lost import keep_for_ever, tolerated

@@ -28,8 +28,7 @@ from ..values.functions import Tape
 from ..values.objects import Held, Poisoned
 from ..values.step import Operator
 from ..values.template import Template
-from . import iteration
-from .operations import named
+from .operations import PAST_END, named
 from .running import Around
 from .skeleton import Real, arguments, load, missing
 from .structure import Memories, can_be_proxy, described, leaves, owned, strangers
@@ -195,7 +194,7 @@ class Calls:
             raise failure from error
 
     def _told(self, box: list[object], operands: list[object], recorded: bool) -> Plain:
-        if box[0] is iteration.PAST_END:
+        if box[0] is PAST_END:
             return END
         return described(box, operands, self._memories, recorded)
 

@@ -18,8 +18,8 @@ from distruntime.errors import ProtocolError
 from distruntime.wire.messages import AskMaster, JointRow, MasterReport, SeenSession, StreamRow
 from distruntime.wire.shield import Lock
 
-from ..collectives.mesh_operation import LaneCollective
 from ..collectives.operation import Collective
+from ..collectives.taking_part import LaneCollective
 from ..log.budget import held_in
 from ..log.progress import Running
 from ..log.timing import thread_name

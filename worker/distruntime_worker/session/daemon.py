@@ -41,7 +41,7 @@ from ..log.turns import Turns
 from ..log.watching import install_watching
 from ..machine import accelerator, hardware, lost, own_log, threads
 from ..machine.devices import Devices
-from ..machine.pages import give_pages_back, keep_pages
+from ..machine.figures import give_pages_back, keep_pages
 from ..machine.settings import restore
 from ..publishing.published import Published
 from ..python.output import install_around
@@ -52,8 +52,7 @@ from .admission import refusal
 from .config import WorkerConfig
 from .executor import NONSENSE
 from .metrics import Metrics
-from .questions import OfStranger, Questions
-from .report import Reporter
+from .report import OfStranger, Questions, Reporter
 from .session import Session
 
 log = logging.getLogger("distruntime.worker")

@@ -11,9 +11,8 @@ from distruntime.errors import ProtocolError
 from distruntime.wire.messages import PROGRAM, Plain, Warned
 
 from ..checkpoint import files as checkpoint
-from ..collectives.mesh_operation import along
 from ..collectives.operation import PREFIX, Collective
-from ..collectives.taking_part import Joint
+from ..collectives.taking_part import Joint, along
 from ..log.chain import Chain
 from ..log.state import State
 from ..programs.definition import Row

@@ -48,8 +48,8 @@ _PROCESS_LIVES = {
 # imported.
 _SHIPPED = {
     "gloo": (".gloo", "Gloo"),
-    "nccl": (".nccl", "NCCL"),
-    "xccl": (".xccl", "XCCL"),
+    "nccl": (".torch_group", "NCCL"),
+    "xccl": (".torch_group", "XCCL"),
     "tcp": (".tcp", "TCP"),
     "tcp+tls": (".tls", "TLS"),
     "mpi": (".mpi", "MPI"),

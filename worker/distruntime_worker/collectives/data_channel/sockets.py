@@ -1,10 +1,10 @@
 """Tensors from worker to worker over sockets of our own: what the data channels tcp and tcp+tls share.
 
 Before a byte of a tensor moves, both ends of a connection prove that they are who they should be
-(`proof.py`). Then each message has a connection to itself until it is received: the receiver's side reads the
-header; the bytes stay in the socket until `receive` asks for them, go straight into the tensor's memory, and
-are answered with one byte. Then the sender may use the connection again. So a message whose receiver is not
-there yet holds up its sender, and no other message.
+(`connection.py`). Then a message has a connection to itself until it is received: the receiver's side reads
+the header; the bytes stay in the socket until `receive` asks for them, go straight into the tensor's memory,
+and are answered with one byte. Then the sender may use the connection again. So a message whose receiver is
+not there yet holds up its sender, and no other message.
 
     message   tag (8 bytes), size in bytes (8), the bytes
     answer    one byte
@@ -33,9 +33,25 @@ from distruntime.wire.data_channel import DataChannel, Membership
 from distruntime.wire.identity import vicinity
 
 from ..listening import LISTENING
-from .connection import Address, Cover, Message, address_of, fill, hang_up, left_until, read
-from .private import private_folder
-from .proof import ACCEPTED, ANSWER_SIZE, HELLO_SIZE, PROOF_SIZE, SECRET, Dialler, Listener, Unproven
+from .connection import (
+    ACCEPTED,
+    ANSWER_SIZE,
+    HELLO_SIZE,
+    PROOF_SIZE,
+    SECRET,
+    Address,
+    Cover,
+    Dialler,
+    Listener,
+    Message,
+    Unproven,
+    address_of,
+    fill,
+    hang_up,
+    left_until,
+    private_folder,
+    read,
+)
 
 log = logging.getLogger("distruntime.worker")
 

@@ -21,8 +21,7 @@ from cryptography.x509.oid import NameOID
 
 from distruntime.wire.data_channel import Capabilities, Membership
 
-from .private import private_folder
-from .proof import Unproven
+from .connection import Unproven, private_folder
 from .sockets import SocketChannel
 
 # The clocks of two machines may differ, and a certificate is of use for as long as its group alone.

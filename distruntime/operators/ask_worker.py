@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -138,10 +138,28 @@ def _asked_of_one(call: Call) -> tuple[Any, Outcome | None]:
     )
     if writes_lists(func):
         count_writes([operands[k] for k in written])
+    out, results = _results(cls, handles, described, zip(returns, shared), operands)
+    outcome = Outcome(results, count == 1, written, ()) if deterministic and not schema.is_mutable else None
+    if listed:
+        return out, outcome
+    return (out[0] if count == 1 else tuple(out)), outcome
+
+
+def _results(
+    cls: Any,
+    handles: Sequence[Handle],
+    described: Sequence[Any],
+    declared: Iterable[tuple[Any, int | None]],
+    operands: Sequence[Any],
+) -> tuple[list[Any], list[Result]]:
+    """Return what a call gives of what its worker has told, and what that is to a call like it.
+
+    `declared` has each result of the schema, with the number of the operand whose memory it shares.
+    """
     out: list[Any] = []
     results: list[Result] = []
     own: list[Handle] = []
-    for handle, fields, argument, alias in zip(handles, described, returns, shared):
+    for handle, fields, (argument, alias) in zip(handles, described, declared):
         if not _is_tensor(fields):
             out.append(unpack_constant(fields))
             results.append(None)
@@ -163,10 +181,7 @@ def _asked_of_one(call: Call) -> tuple[Any, Outcome | None]:
         results.append(New(handle.spec, alias))
     if len(own) > 1:
         relate(own)
-    outcome = Outcome(results, count == 1, written, ()) if deterministic and not schema.is_mutable else None
-    if listed:
-        return out, outcome
-    return (out[0] if count == 1 else tuple(out)), outcome
+    return out, results
 
 
 def _ask_each(call: Call) -> Any:

@@ -315,22 +315,7 @@ def pipeline(
         stage that is in this process or in several places, or neighbours that cannot hand values on.
     """
     modules = list(stages)
-    for k, module in enumerate(modules):
-        if not isinstance(module, torch.nn.Module):
-            raise UsageError(
-                f"stages are modules, stage {k} is {type(module).__name__}: dr.parallel.split(model, n) "
-                "makes them"
-            )
-        for name, inner in module.named_modules():
-            if name and isinstance(inner, torch.nn.parallel.DistributedDataParallel):
-                raise UsageError(
-                    f"{name} of stage {k} is a DistributedDataParallel, which does not know a step's last "
-                    "micro-batch: wrap the whole stage, DistributedDataParallel(stage, process_group=...)"
-                )
-    if not modules:
-        raise UsageError(
-            "a pipeline has at least one stage, got none: dr.parallel.split(model, n) makes stages of a model"
-        )
+    _require_modules(modules)
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise ConfigurationError(f"microbatches is a whole number from 1 on, got {microbatches!r}")
     class_named(schedule)
@@ -351,6 +336,26 @@ def pipeline(
             "output_merge_spec": output_merge_spec,
         },
     )
+
+
+def _require_modules(modules: Sequence[torch.nn.Module]) -> None:
+    """Raise `UsageError` for what is no stage."""
+    for k, module in enumerate(modules):
+        if not isinstance(module, torch.nn.Module):
+            raise UsageError(
+                f"stages are modules, stage {k} is {type(module).__name__}: dr.parallel.split(model, n) "
+                "makes them"
+            )
+        for name, inner in module.named_modules():
+            if name and isinstance(inner, torch.nn.parallel.DistributedDataParallel):
+                raise UsageError(
+                    f"{name} of stage {k} is a DistributedDataParallel, which does not know a step's last "
+                    "micro-batch: wrap the whole stage, DistributedDataParallel(stage, process_group=...)"
+                )
+    if not modules:
+        raise UsageError(
+            "a pipeline has at least one stage, got none: dr.parallel.split(model, n) makes stages of a model"
+        )
 
 
 def _homes(modules: Sequence[torch.nn.Module]) -> list[Residence]:

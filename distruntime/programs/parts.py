@@ -138,6 +138,20 @@ class Piece:
             if needs.memories is None
             else [where[1] for where, writes in needs.memories if writes and where and where[0] == GIVEN]
         )
+        definition, reads = self._rendered(body, needs)
+        by_ref = {handle.ref: handle for handle in needs.held.values()}
+        # Nothing that it reads may be freed.
+        self.held = [by_ref[ref] for ref in dict.fromkeys((*reads, *needs.kept))]
+        self._kept = [by_ref[ref] for ref in needs.kept]
+        self._definition = definition
+        self._options: dict[str, object] = {} if needs.compile is None else {"compile": needs.compile}
+        self._form = self._used = Form(self.log, definition, self._options)
+        self._taking: Taking | None = None
+        self._singles = [*zip(self.made, self._own)]
+        self._several: Sequence[Row] = ()
+
+    def _rendered(self, body: Sequence[Instruction], needs: Needs) -> tuple[list[object], dict[int, None]]:
+        """Return the part as its worker learns it, and the refs of held values that it reads."""
         offsets = {name: 1 + n for n, name in enumerate(self.operands)}
         words = {number: 1 + len(offsets) + n for n, number in enumerate(self._numbers)}
         reads: dict[int, None] = {}
@@ -161,25 +175,10 @@ class Piece:
             row = rows.setdefault(ins.template, len(rows))
             kin = None if ins.kin is None else [word(name) for name in ins.kin]
             rendered.append([row, [word(name) for name in ins.words], list(ins.makes), kin])
+        kept = [[ref, word(name)] for ref, name in needs.kept.items()]
+        results = [word(made.name) for made in needs.results]
         templates = [list(self.log.templates.fields(number)) for number in rows]
-        definition: list[object] = [
-            templates,
-            rendered,
-            [[ref, word(name)] for ref, name in needs.kept.items()],
-            [word(made.name) for made in needs.results],
-            len(self.operands),
-            len(self._numbers),
-        ]
-        by_ref = {handle.ref: handle for handle in needs.held.values()}
-        # Nothing that it reads may be freed.
-        self.held = [by_ref[ref] for ref in dict.fromkeys((*reads, *needs.kept))]
-        self._kept = [by_ref[ref] for ref in needs.kept]
-        self._definition = definition
-        self._options: dict[str, object] = {} if needs.compile is None else {"compile": needs.compile}
-        self._form = self._used = Form(self.log, definition, self._options)
-        self._taking: Taking | None = None
-        self._singles = [*zip(self.made, self._own)]
-        self._several: Sequence[Row] = ()
+        return [templates, rendered, kept, results, len(self.operands), len(self._numbers)], reads
 
     @property
     def makes(self) -> list[Name]:

@@ -50,12 +50,15 @@ def settings() -> tuple[object, ...]:
         torch.get_default_dtype(),
         torch.utils._device.CURRENT_DEVICE,
         torch.is_autocast_enabled("remote"),
+        torch.get_autocast_dtype("remote"),
+        torch.is_autocast_cache_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
         torch.backends.cuda.flash_sdp_enabled(),
         len(torch.nn.modules.module._global_forward_hooks),
         len(torch.nn.modules.module._global_forward_pre_hooks),
+        torch._C._autograd._top_saved_tensors_default_hooks(True),
     )
 
 

@@ -67,8 +67,8 @@ class Program(Generic[P, R]):
         if recorded.name:
             return self._fn(*args, **kwargs)
         # A mode, such as `FlopCounterMode`, looks at each operator. It would not see those of a replay.
-        if torch._C._len_torch_dispatch_stack():
-            self.why = "a dispatch mode was on, so it ran op by op"
+        if torch._C._len_torch_dispatch_stack() or _is_watched():
+            self.why = "a mode of torch was on that sees each call, so it ran op by op"
             return self._fn(*args, **kwargs)
         try:
             return self._call(args, kwargs)
@@ -241,6 +241,13 @@ class Program(Generic[P, R]):
             self.why = self.why if run.recording.acts else "it issues nothing on a worker"
             self._kinds.note(signature, False, self.why)
         return plan
+
+
+def _is_watched() -> bool:
+    """Whether a mode sees each function of torch; one that only names a default device does not count."""
+    entered = torch._C._len_torch_function_stack()
+    modes = map(torch._C._get_function_stack_at, range(entered))
+    return entered > 0 and any(type(mode) is not torch.utils._device.DeviceContext for mode in modes)
 
 
 class _Anew(NamedTuple):

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from typing import Any
+
 import torch
 import torch.utils.checkpoint
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 from state_kinds import Here, Holder, State, even, kind
 from state_of_layers import Scaled
@@ -113,6 +118,60 @@ def default_device(here: Here) -> State:
     return (lambda: len(torch.get_default_device().type)), (
         lambda k: torch.set_default_device("meta" if even(k) else None)
     )
+
+
+@kind(acts=True, wide=True)
+def dtype_that_autocast_casts_to(here: Here) -> State:
+    place = torch.device(here.device).type
+    here.callback(torch.set_autocast_dtype, place, torch.get_autocast_dtype(place))
+    here.enter_context(torch.autocast(place, dtype=torch.bfloat16))
+    return (lambda x: torch.outer(x, x) @ torch.outer(x, x)), (
+        lambda k: torch.set_autocast_dtype(place, torch.float16 if even(k) else torch.bfloat16)
+    )
+
+
+class _Times(TorchFunctionMode):
+    """Multiplies what `sin` gives."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * self.by if func is torch.Tensor.sin else found
+
+
+@kind(acts=True, wide=True)
+def mode_of_torch_functions(here: Here) -> State:
+    entered = here.enter_context(ExitStack())
+
+    def change(k: int) -> None:
+        entered.close()
+        entered.enter_context(_Times(float(k)))
+
+    return (lambda x: x.sin() + 1), change
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+@kind(acts=True, wide=True)
+def hooks_on_what_autograd_saves(here: Here) -> State:
+    entered = here.enter_context(ExitStack())
+
+    def act(x: torch.Tensor) -> torch.Tensor:
+        leaf = (x + 1).detach().requires_grad_()
+        (leaf * leaf).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    def change(k: int) -> None:
+        entered.close()
+        entered.enter_context(saved_tensors_hooks(lambda x: x * k, _as_it_is))
+
+    return act, change
 
 
 # -- what an operator is given -------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+
 from ..log.issue import Noted, Streams
 from ..log.line import Line
 from ..log.log import Log
@@ -61,6 +63,16 @@ _DECIDES = re.compile(
     r"aten::(arange|range|_?upsample|native_dropout|bernoulli|rrelu|_?cdist|_pdist|norm\.|linalg_vector_norm|"
     r"\w*attention)|(?!aten::|distruntime::)"
 ).match
+
+
+def of_autocast() -> str:
+    """Say what to do where a tensor that cannot be found may be a cast that `torch.autocast` keeps."""
+    if not (torch.is_autocast_enabled("remote") and torch.is_autocast_cache_enabled()):
+        return ""
+    return (
+        ".\n  torch.autocast around the call keeps casts of parameters until it ends: enter it inside the "
+        "function, or with cache_enabled=False"
+    )
 
 
 class _Recorder:
@@ -195,7 +207,7 @@ class _Recorder:
                     "use a tensor that cannot be found from its function: nobody would notice if another "
                     "took its place",
                     "pass it as an argument, or keep it in an object, a list or a dictionary that the "
-                    "function names",
+                    f"function names{of_autocast()}",
                     line,
                 )
             found.unfit = "it did what is done once"

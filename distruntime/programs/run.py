@@ -17,6 +17,7 @@ from ..log.tape import not_in_a_program, refused
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import HELD, MADE
 from .begins import Begins, Moves, alike, followed, line_of_offset
+from .recorder import of_autocast
 from .recording import Name, Recording, difference
 from .returned import Returned, alike_results
 from .side_effects import still_held
@@ -228,6 +229,7 @@ def state_behind(
         raise refused(
             "leave a tensor where it cannot be found from the function: a replay could not renew it",
             f"made at {recording.where(ref)}",
-            "return it, or keep it in an object, a list or a dictionary that the function names",
+            "return it, or keep it in an object, a list or a dictionary that the function names"
+            + of_autocast(),
         )
     return state

@@ -268,6 +268,30 @@ def test_grad_mode_autocast_and_the_default_dtype_are_seen(x: torch.Tensor) -> N
     assert {product(x).dtype for _ in range(4)} == {torch.float32}
 
 
+def test_autocast_around_a_program_that_casts_parameters_says_where_to_enter_it(x: torch.Tensor) -> None:
+    w = torch.nn.Parameter(torch.ones(3, 3, device=REMOTE))
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("remote", dtype=torch.bfloat16):
+            return (x.view(1, 3) @ w).detach()
+
+    program = dr.program(lambda x: (x.view(1, 3) @ w).detach())
+    for around in (range(1), range(3)):
+        for _ in around:
+            program(x)
+        with (
+            pytest.raises(dr.errors.NotSupportedError, match="enter it inside"),
+            torch.autocast("remote", dtype=torch.bfloat16),
+        ):
+            for _ in range(4):
+                program(x)
+    program = dr.program(inside)
+    with torch.autocast("remote", dtype=torch.bfloat16, cache_enabled=False):
+        assert {program(x).dtype for _ in range(4)} == {torch.bfloat16}
+    assert {program(x).dtype for _ in range(4)} == {torch.bfloat16}
+    assert program.replays > 2
+
+
 def test_another_current_place(x: torch.Tensor) -> None:
     program = dr.program(lambda: torch.ones(2, device=REMOTE) * 2)
     for k in range(12):

@@ -44,7 +44,29 @@ def one_hot(classes: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         return op(classes.contiguous(), num_classes)  # type: ignore[no-any-return]
 
 
+_rank = _aten.linalg_matrix_rank
+# What writes into `out`, and what returns the same.
+RANKS: dict[Operator, Operator] = {
+    _rank.out: _rank.default,
+    _rank.out_tol_tensor: _rank.tol_tensor,
+    _rank.atol_rtol_float_out: _rank.atol_rtol_float,
+    _rank.atol_rtol_tensor_out: _rank.atol_rtol_tensor,
+}
+
+
+def into_out(returning: Operator) -> Kernel:
+    """Return the kernel of an operator with `out` whose formula for a subclass leaves `out` as it was."""
+
+    def run(*args: object, out: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        found: torch.Tensor = returning(*args, **kwargs)  # type: ignore[assignment]
+        # An operator with `out` resizes it, and refuses one of another dtype, in torch's own words.
+        return torch.add(found, 0, out=out)
+
+    return run
+
+
 KERNELS: dict[Operator, Kernel] = {
+    **{op: into_out(returning) for op, returning in RANKS.items()},
     _aten.one_hot.default: one_hot,
     _aten.ctc_loss.Tensor: lambda *args: ctc_loss(DistributedTensor, _aten.ctc_loss.Tensor, args, {}),
     **{op: recurrent(op) for op in RECURRENT},

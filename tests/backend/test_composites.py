@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 import distruntime as dr
-from agree import REMOTE
+from agree import REMOTE, agrees, tensor
 from counting import instructions
 from distruntime.session.session import Session
 
@@ -244,3 +244,17 @@ def test_a_class_that_is_out_of_range_is_no_row_of_zeros(
         call("cpu")
     with pytest.raises(RuntimeError, match=f"^{re.escape(str(here.value))}"):
         call(REMOTE).cpu()
+
+
+@pytest.mark.parametrize("kind", ["empty", "of the right size", "a part of a larger one"])
+@pytest.mark.parametrize("how", [{}, {"tol": 1e-3}, {"rtol": 0.1}, {"hermitian": True}], ids=str)
+@agrees
+def test_the_rank_of_a_matrix_is_written_into_out(device: str, how: dict[str, Any], kind: str) -> Any:
+    """torch's formula for a tensor subclass makes the result anew, and `out` stayed as it was."""
+    x = tensor(device, 2, 5, 5)
+    x = x @ x.mT
+    whole = torch.full((0,) if kind == "empty" else (2, 2), 7, device=device)
+    out = whole if kind == "empty" else whole[0] if kind == "of the right size" else whole[:, 1]
+    found = torch.linalg.matrix_rank(x, **how, out=out)
+    assert found is out
+    return found, whole

@@ -54,6 +54,26 @@ RANKS: dict[Operator, Operator] = {
 }
 
 
+# The products of few dimensions write themselves, by the dimensions of their operands.
+_DIRECT: dict[tuple[int, int], Operator] = {
+    (1, 1): _aten.dot.out,
+    (2, 1): _aten.mv.out,
+    (2, 2): _aten.mm.out,
+}
+
+
+def matmul_into(first: torch.Tensor, second: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """Write a product into `out`. Refuse gradients, as torch does.
+
+    torch's formula asks C++ whether a view of `out` has its memory. C++ knows of no memory, and the formula
+    then copied that view into `out`: with a graph, or with an error, as its shape is another one.
+    """
+    direct = _DIRECT.get((first.dim(), second.dim()))
+    if direct is not None:
+        return direct(first, second, out=out)  # type: ignore[return-value]
+    return torch.add(torch.matmul(first, second), 0, out=out)
+
+
 def into_out(returning: Operator) -> Kernel:
     """Return the kernel of an operator with `out` whose formula for a subclass leaves `out` as it was."""
 
@@ -67,6 +87,7 @@ def into_out(returning: Operator) -> Kernel:
 
 KERNELS: dict[Operator, Kernel] = {
     **{op: into_out(returning) for op, returning in RANKS.items()},
+    _aten.matmul.out: matmul_into,
     _aten.one_hot.default: one_hot,
     _aten.ctc_loss.Tensor: lambda *args: ctc_loss(DistributedTensor, _aten.ctc_loss.Tensor, args, {}),
     **{op: recurrent(op) for op in RECURRENT},

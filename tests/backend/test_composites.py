@@ -258,3 +258,31 @@ def test_the_rank_of_a_matrix_is_written_into_out(device: str, how: dict[str, An
     found = torch.linalg.matrix_rank(x, **how, out=out)
     assert found is out
     return found, whole
+
+
+SIZES = [((2, 3, 4), (4, 5)), ((2, 3, 4), (4,)), ((4,), (2, 4, 5)), ((3, 4), (4, 5))]
+
+
+@pytest.mark.parametrize("kind", ["empty", "whole", "every other"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@agrees
+def test_a_product_is_written_into_out(device: str, sizes: tuple[tuple[int, ...], ...], kind: str) -> Any:
+    """torch's formula asked whether a view has the memory of `out`, and wrote one of another shape."""
+    a, b = tensor(device, *sizes[0]), tensor(device, *sizes[1], seed=1)
+    size = (a @ b).shape
+    whole = torch.zeros({"empty": (0,), "every other": (*size, 2)}.get(kind, size), device=device)
+    out = whole[..., 0] if kind == "every other" else whole
+    version = out._version
+    found = torch.matmul(a, b, out=out)
+    assert found is out and out._version > version
+    return out, whole
+
+
+@pytest.mark.parametrize("device", ["cpu", REMOTE])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_a_product_is_not_written_where_torch_refuses(
+    session: Session, device: str, sizes: tuple[tuple[int, ...], ...]
+) -> None:
+    a, b = tensor(device, *sizes[0], grad=True), tensor(device, *sizes[1], seed=1)
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        torch.matmul(a, b, out=torch.empty(0, device=device))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress, starmap
@@ -125,7 +125,7 @@ def _storages(
     return storages.values(), values
 
 
-def tracked(kinds: Container[type], find: Callable[[], list[T]]) -> list[T]:
+def tracked(kinds: Iterable[type], find: Callable[[], list[T]]) -> list[T]:
     """Return the objects that `find()` lists and whose class itself is among `kinds`.
 
     `find` is a function of `gc`, or a partial call of one. It lists every object there is, also a tuple that
@@ -133,10 +133,11 @@ def tracked(kinds: Container[type], find: Callable[[], list[T]]) -> list[T]:
     anybody else holds the tuple at its end. Python changes threads between two instructions, and never
     inside one. So one instruction finds the objects, takes of them what is asked for, and lets go of the
     rest. It makes no object that the collector tracks once it has found them, so no collection starts there,
-    and no finalizer.
+    and no finalizer. It asks for the ids of classes, as a metaclass may have a hash in Python.
     """
     held: list[T] = []
-    wanted = compress(iter(held), map(kinds.__contains__, map(type, iter(held))))
+    ids = {*map(id, kinds)}
+    wanted = compress(iter(held), map(ids.__contains__, map(id, map(type, iter(held)))))
     # What fills and empties the list returns None.
     return list(chain(*_around(held, find, wanted)))[1:-1]  # type: ignore[return-value]
 

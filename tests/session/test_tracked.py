@@ -14,6 +14,20 @@ class Thing:
     pass
 
 
+class Hashing(type):
+    """A metaclass whose hash is a function of Python: threads may change within it."""
+
+    def __hash__(cls) -> int:
+        return sum([1, 2, 3])
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other
+
+
+class Hashed(metaclass=Hashing):
+    pass
+
+
 def test_it_finds_what_is_there() -> None:
     things = [Thing(), Thing()]
     found = tracked({Thing}, gc.get_objects)
@@ -34,6 +48,7 @@ def test_it_takes_a_generation() -> None:
 
 def test_a_tuple_that_is_being_built_is_not_held() -> None:
     """Another thread builds tuples of what a generator yields, all the time."""
+    hashed = [Hashed() for _ in range(300)]
     raised: list[BaseException] = []
     over = threading.Event()
     built = threading.Event()
@@ -67,3 +82,4 @@ def test_a_tuple_that_is_being_built_is_not_held() -> None:
         over.set()
         builder.join(60)
     assert not raised, raised
+    assert all(type(one) is Hashed for one in hashed)

@@ -178,7 +178,7 @@ def propagate(
             f"{func}: nested tensors live here only; remote tensors are strided. "
             "Pad them, or keep a list of tensors"
         )
-    kind, specs = kind_of(func, args, kwargs, spec_of_operand)
+    kind, specs = kind_of(func, args, kwargs, spec_of_operand, cpu_kernels)
     known = predict(func, kind, specs) if kind else []
     if known:
         results: list[Result] = [New(one, None) for one in known]

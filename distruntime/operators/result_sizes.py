@@ -52,16 +52,18 @@ def kind_of(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     spec_of_operand: Callable[[Any], Spec],
+    cpu_kernels: bool,
 ) -> tuple[Kind, list[Spec]]:
     """Return what the results' dtypes depend on, and the specs of the operands.
 
-    Return nothing if the call is not so simple.
+    Return nothing if the call is not so simple. `cpu_kernels` says whether it will run kernels of a CPU. They
+    refuse dtypes that others take.
     """
     like = _like(func)
     if like is None:
         return _NOT_SIMPLE
     # Truth values become numbers of the default dtype.
-    kind: list[object] = [func, torch.get_default_dtype()]
+    kind: list[object] = [func, torch.get_default_dtype(), cpu_kernels]
     specs: list[Spec] = []
     for value in (*args, *kwargs, *kwargs.values()):
         if isinstance(value, torch.Tensor):

@@ -44,7 +44,7 @@ class _Held(TorchDispatchMode):
         tensors = [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, torch.Tensor)]
         if any(t.layout is not torch.strided for t in tensors):
             return result
-        kind, specs = kind_of(func, args, kwargs or {}, spec_of)
+        kind, specs = kind_of(func, args, kwargs or {}, spec_of, True)
         made = result if isinstance(result, tuple) else [result]
         if kind and None not in made:
             real = [*map(spec_of, made)]

@@ -258,7 +258,7 @@ def test_a_worker_refuses_running_statistics(daemon: Keeping) -> None:
         lawless(tensor)
     model[1].num_batches_tracked = None
     with pytest.raises(dr.errors.UsageError, match=r"would write(.|\n)*native_batch_norm"):
-        model[1](torch.ones(3, 4, device=REMOTE))
+        model[1](torch.ones(3, 4, device=REMOTE)).sum().item()
     dr.synchronize()
     assert model[1].running_mean.tolist() == [0.0] * 4
 

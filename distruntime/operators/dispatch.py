@@ -74,8 +74,9 @@ def _scan(cls: type, value: Any, key: list[Any], words: list[object], place: Any
 
 
 _in_backward = torch._C._current_graph_task_id
-_excluded: Any = torch._C._dispatch_tls_is_dispatch_key_excluded
-_WRITES: Any = torch._C.DispatchKey.ADInplaceOrView
+_current_node = torch._C._current_autograd_node
+# The class of the nodes by which autograd gives a leaf its gradient.
+_LEAF: type = torch._C._functions.AccumulateGrad
 # They are C++'s own, the tuple of arguments, and the count itself.
 _HOLDERS = 3
 
@@ -98,14 +99,13 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
     """Turn one operator call into one instruction; return its proxies at once."""
     # A gradient becomes `p.grad`. Autograd detaches it where nobody else holds it, and drops it then. So it
     # becomes `p.grad` itself: torch takes a result of `detach` that is its operand as it is. What has a graph
-    # or a base leaves its handle to a new proxy. A GPT-2 of 12 layers has 148 of these in a step.
+    # or a base leaves its handle to a new proxy. A GPT-2 of 12 layers has 148 of these in a step. Other nodes
+    # detach what they have saved, and keep it: it would lose its version and get a graph, so that is a proxy.
     if func is DETACH and _in_backward() >= 0 and getrefcount(args[0]) == _HOLDERS:
         given: Any = args[0]
-        # A saved result that autograd unpacks comes here too, and its node holds it. It would hold its node
-        # then: a graph that is kept was never freed. There nothing is excluded.
-        if _excluded(_WRITES) and not (_with_gradients() or recorded.name):
+        if not (_with_gradients() or recorded.name):
             plain = not (given.requires_grad or given._is_view())
-            return given if plain else wrap(cls, given._handle)
+            return given if plain and type(_current_node()) is _LEAF else wrap(cls, given._handle)
     # An OpOverload's own hash is a Python function. The entry keeps `func` alive, so the id stays its own.
     key: list[Any] = [id(func)]
     words: list[object] = [0]

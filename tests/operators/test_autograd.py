@@ -6,6 +6,7 @@ Each case runs on "cpu" and on a worker and must give equal results (see `agree.
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch.autograd import graph
 from torch.autograd.gradcheck import GradcheckError
 
 from agree import REMOTE, agrees, tensor
+from distruntime import DistributedTensor
 from distruntime.session.session import active_session
 
 pytestmark = [  # torch's own forward formulas use it; torch 2.15 warns in another class
@@ -690,3 +692,49 @@ def test_a_gradient_that_is_a_view_or_has_a_graph_is_detached(device: str) -> An
         assert u.grad is not None
         found.append((u.grad.requires_grad, u.grad.is_leaf, u.grad._version, u.grad))
     return found
+
+
+SAVING: dict[str, Any] = {
+    "exp": torch.exp,
+    "exp_": lambda x: (x * 1).exp_(),
+    "relu_ of a layer": lambda x: torch.nn.ReLU(inplace=True)(torch.nn.functional.linear(x, x)),
+    "softmax": lambda x: x.softmax(0),
+    "sqrt_ of a view": lambda x: (x * 1)[0].sqrt_(),
+    "product": lambda x: x.prod(),
+}
+
+
+@pytest.mark.parametrize("name", SAVING)
+@agrees
+def test_what_a_node_has_saved_keeps_its_version(device: str, name: str) -> Any:
+    """Each backward pass detaches it, and nobody else holds it: it lost its version in the first one."""
+    x = tensor(device, 3, 3).square().add(0.5).requires_grad_()
+    result = SAVING[name](x)
+    found = [torch.autograd.grad(result.sum(), x, retain_graph=True)[0].clone() for _ in range(3)]
+    with torch.no_grad():
+        result.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(result.sum(), x)
+    return found
+
+
+def _proxies() -> int:
+    gc.collect()
+    return sum(type(one) is DistributedTensor for one in gc.get_objects())
+
+
+@pytest.mark.usefixtures("session")
+def test_what_a_node_has_saved_goes_with_it() -> None:
+    """It had got the node as its graph, and each kept the other."""
+    x = tensor(REMOTE, 3, 3, grad=True)
+
+    def train() -> None:
+        result = x.exp()
+        for _ in range(2):
+            torch.autograd.grad(result.sum(), x, retain_graph=True)
+
+    train()
+    before = _proxies()
+    for _ in range(5):
+        train()
+    assert _proxies() == before

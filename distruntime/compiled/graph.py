@@ -11,6 +11,7 @@ from itertools import count
 from weakref import WeakValueDictionary
 
 import torch
+from torch.autograd import forward_ad
 from torch.fx import GraphModule
 
 from ..errors import NotSupportedError, drop_frames
@@ -82,8 +83,7 @@ class Graph:
             if session is not self._session or len(self._plans) > _MOST_PLANS:
                 self._plans, self._last, self._session = {}, None, session
             last = self._last
-            # AOTAutograd makes the first call under a dispatch mode of its own.
-            if last is not None and last.layout.usable() and not torch._C._len_torch_dispatch_stack():
+            if last is not None and last.layout.usable() and not _is_watched():
                 leaves = last.leaves(args, held, session)
                 if leaves is not None:
                     self.replays, self.why = self.replays + 1, ""
@@ -105,10 +105,9 @@ class Graph:
                 self._plans[kind] = 1
                 self.why = "it was the first call with arguments of this kind"
                 return self._run(args)
-            # AOTAutograd makes the first call under one of its own.
-            if torch._C._len_torch_dispatch_stack():
+            if _is_watched():
                 leaves.clear()
-                self.why = "it was called under a dispatch mode"
+                self.why = "it was called under a dispatch mode, or with dual numbers"
                 return self._run(args)
             if isinstance(plan, int):
                 if plan > _MOST_TRIES:
@@ -174,6 +173,14 @@ class Graph:
         finally:
             recorded.traced = False
             handlers.end()
+
+
+def _is_watched() -> bool:
+    """Whether somebody looks at each operator: a dispatch mode, or derivatives in forward mode.
+
+    AOTAutograd makes the first call under a mode of its own.
+    """
+    return torch._C._len_torch_dispatch_stack() > 0 or forward_ad._current_level >= 0
 
 
 def _given(args: Sequence[object]) -> Given:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_unflatten
 
 from ..errors import NotSupportedError, UsageError, drop_frames, without_our_frames
@@ -66,9 +67,10 @@ class Program(Generic[P, R]):
         # A program inside another one is a part of it.
         if recorded.name:
             return self._fn(*args, **kwargs)
-        # A mode, such as `FlopCounterMode`, looks at each operator. It would not see those of a replay.
+        # A mode, such as `FlopCounterMode`, looks at each operator, as derivatives in forward mode do. These
+        # would see none of a replay.
         if torch._C._len_torch_dispatch_stack() or _is_watched():
-            self.why = "a mode of torch was on that sees each call, so it ran op by op"
+            self.why = "a mode or a transform of torch was on that sees each operator, so it ran op by op"
             return self._fn(*args, **kwargs)
         try:
             return self._call(args, kwargs)
@@ -244,7 +246,12 @@ class Program(Generic[P, R]):
 
 
 def _is_watched() -> bool:
-    """Whether a mode sees each function of torch; one that only names a default device does not count."""
+    """Whether something has to see each function of torch: a mode, a transform of `torch.func`, dual numbers.
+
+    A mode that only names a default device does not count.
+    """
+    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
     entered = torch._C._len_torch_function_stack()
     modes = map(torch._C._get_function_stack_at, range(entered))
     return entered > 0 and any(type(mode) is not torch.utils._device.DeviceContext for mode in modes)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import distruntime as dr
@@ -513,6 +514,17 @@ def test_a_gradient_of_two_parameters_is_one_for_each() -> None:
         before = other.grad.tolist()
         one.grad.mul_(2)
         assert other.grad.tolist() == before and other.grad._version == 0
+
+
+def test_dual_numbers_keep_their_tangents_in_a_graph_that_is_replayed() -> None:
+    step, x = compiled(lambda x: (x * 2).sin()), torch.ones(3, device=REMOTE)
+    for _ in range(4):
+        step(x)
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(step(forward_ad.make_dual(x, x))).tangent
+        assert tangent is not None
+        assert torch.equal(tangent.cpu(), torch.tensor([2.0] * 3).cos() * 2)
+    assert step(x).tolist() == torch.tensor([2.0] * 3).sin().tolist()
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import distruntime as dr
 from agree import REMOTE
@@ -290,6 +291,29 @@ def test_autocast_around_a_program_that_casts_parameters_says_where_to_enter_it(
         assert {program(x).dtype for _ in range(4)} == {torch.bfloat16}
     assert {program(x).dtype for _ in range(4)} == {torch.bfloat16}
     assert program.replays > 2
+
+
+def test_forward_derivatives_and_transforms_see_each_operator(x: torch.Tensor) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).sin()
+
+    def by_dual(fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | None:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(fn(forward_ad.make_dual(x, x))).tangent
+
+    program: Callable[[torch.Tensor], torch.Tensor] = dr.program(fn)
+    ways: list[Callable[[Callable[[torch.Tensor], torch.Tensor]], torch.Tensor | None]] = [
+        by_dual,
+        lambda fn: torch.func.jvp(fn, (x,), (x,))[1],
+        lambda fn: torch.func.vmap(fn)(x.view(3, 1)),
+        lambda fn: torch.func.grad(lambda x: fn(x).sum())(x),
+    ]
+    for _ in range(3):
+        for way in ways:
+            program(x)
+            found, expected = way(program), way(fn)
+            assert found is not None and expected is not None and found.tolist() == expected.tolist()
+    assert program.replays > 5  # type: ignore[attr-defined]
 
 
 def test_another_current_place(x: torch.Tensor) -> None:

@@ -131,6 +131,26 @@ def _saves() -> slice | None:
     return minded
 
 
+def _copy_what_it_returns_twice(graph: GraphModule) -> None:
+    """Give each place at which a backward graph returns one gradient a tensor of its own.
+
+    Autograd copies a gradient that stands at two places, but not one that AOTAutograd has wrapped for each as
+    a DTensor. A write to one `grad` would change the other, as it does with `aot_eager` (torch 2.13).
+    """
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    results: list[object] = []
+    for one in output.args[0]:
+        if isinstance(one, Node) and one in results and isinstance(one.meta.get("val"), torch.Tensor):
+            with graph.graph.inserting_before(output):
+                copied = graph.graph.call_function(torch.ops.aten.clone.default, (one,))
+            copied.meta["val"] = one.meta["val"]
+            results.append(copied)
+        else:
+            results.append(one)
+    output.args = (tuple(results),)
+    graph.recompile()
+
+
 def _share_memory(values: Sequence[object]) -> bool:
     """Whether two of these tensors are in one memory."""
     memories = [
@@ -150,6 +170,8 @@ def _compiler(name: str, compile: object) -> Compiled:
         if local is not None:
             _runs_plainly(f"it has a tensor of this process: {local.name}{_line_of(local)}")
             return _boxed(graph.forward)
+        if name.startswith("backward"):
+            _copy_what_it_returns_twice(lifted.graph)
         saves = _saves() if name.startswith("forward") else None
         return _with(lifted, Graph(lifted.graph, name, compile, saves))  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -119,3 +119,20 @@ def test_a_module_on_a_mesh(two_workers: None, way: str, lower: torch.dtype | No
     assert [t.dtype for t in found] == [t.dtype for t in expected]
     assert [k for k, (a, b) in enumerate(zip(found, expected)) if not torch.equal(a, b)] == []
     assert any(graph.replays for graph in dr.profiler.compiled_graphs()), dr.profiler.compiled_graphs()
+
+
+@pytest.mark.usefixtures("two_workers")
+def test_a_gradient_of_two_parameters_is_one_for_each() -> None:
+    """torch's own `aot_eager` gives local DTensors one for both."""
+    mesh = dr.init_device_mesh("cpu", (2,))
+    local = torch.ones(2, 4).to(mesh.device)
+    x, *values = (distribute_tensor(local, mesh, [Replicate()]) for _ in range(3))
+    one, other = map(nn.Parameter, values)
+    step = torch.compile(lambda: (x + one + other).sin().sum(), backend="distruntime")
+    for _ in range(5):
+        one.grad = other.grad = None
+        step().backward()
+        assert isinstance(one.grad, DTensor) and isinstance(other.grad, DTensor)
+        before = other.grad.full_tensor().tolist()
+        one.grad.mul_(2)
+        assert other.grad.full_tensor().tolist() == before

@@ -178,6 +178,24 @@ def fill(sock: socket.socket, memory: memoryview, deadline: float) -> None:
         memory = memory[size:]
 
 
+def prove(sock: socket.socket, secret: bytes, rank: int, to: int, deadline: float) -> None:
+    """Prove to rank `to` that this is rank `rank`; raise `Unproven` unless it proves itself, too."""
+    dialler = Dialler(secret, rank, to)
+    sock.settimeout(left_until(deadline))
+    sock.sendall(dialler.hello)
+    sock.sendall(dialler.prove(read(sock, ANSWER_SIZE, deadline)))
+    if read(sock, len(ACCEPTED), deadline) != ACCEPTED:
+        raise Unproven("it does not speak this protocol")
+
+
+def proven(sock: socket.socket, secret: bytes, rank: int, size: int, deadline: float) -> int:
+    """Return the rank at the other end, once it has proven it to rank `rank` of `size`."""
+    listener = Listener(secret, rank, size)
+    sock.sendall(listener.answer(read(sock, HELLO_SIZE, deadline)))
+    listener.check(read(sock, PROOF_SIZE, deadline))
+    return listener.source
+
+
 class Message(NamedTuple):
     """A message whose header is here, and whose bytes are in its socket."""
 

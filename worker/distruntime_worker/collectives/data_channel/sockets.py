@@ -35,14 +35,9 @@ from distruntime.wire.identity import vicinity
 from ..listening import LISTENING
 from .connection import (
     ACCEPTED,
-    ANSWER_SIZE,
-    HELLO_SIZE,
-    PROOF_SIZE,
     SECRET,
     Address,
     Cover,
-    Dialler,
-    Listener,
     Message,
     Unproven,
     address_of,
@@ -50,7 +45,8 @@ from .connection import (
     hang_up,
     left_until,
     private_folder,
-    read,
+    prove,
+    proven,
 )
 
 log = logging.getLogger("distruntime.worker")
@@ -268,12 +264,7 @@ class SocketChannel(DataChannel):
             # connection already.
             self._cover.greet(sock, left_until(deadline))
             self._cover.check(sock, to)
-            dialler = Dialler(self._secret, self.rank, to)
-            sock.settimeout(left_until(deadline))
-            sock.sendall(dialler.hello)
-            sock.sendall(dialler.prove(read(sock, ANSWER_SIZE, deadline)))
-            if read(sock, len(ACCEPTED), deadline) != ACCEPTED:
-                raise Unproven("it does not speak this protocol")
+            prove(sock, self._secret, self.rank, to, deadline)
         except BaseException:
             self._close(sock)
             raise
@@ -365,10 +356,8 @@ class SocketChannel(DataChannel):
         """Return the rank at the other end, once it has proven it."""
         deadline = time.monotonic() + _STRANGER
         self._cover.greet(sock, _STRANGER)
-        listener = Listener(self._secret, self.rank, self.size)
-        sock.sendall(listener.answer(read(sock, HELLO_SIZE, deadline)))
-        listener.check(read(sock, PROOF_SIZE, deadline))
-        self._cover.check(sock, listener.source)
+        source = proven(sock, self._secret, self.rank, self.size, deadline)
+        self._cover.check(sock, source)
         with self._changed:
             # This comes before the member hears that it is in: from then on it does not dial again, and
             # nobody may hang up on it.
@@ -376,7 +365,7 @@ class SocketChannel(DataChannel):
                 raise ConnectionError("its place was given to another stranger in the last moment")
             self._strangers.remove(sock)
         sock.sendall(ACCEPTED)
-        return listener.source
+        return source
 
     def _serve(self, sock: socket.socket) -> None:
         try:

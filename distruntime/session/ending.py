@@ -20,8 +20,7 @@ from ..wire.strangers import Tally
 from .failures import remote_error
 from .launched import LaunchedWorkers
 from .places import Places
-from .pump import Pump
-from .receiver import Receiver
+from .receiver import Pump, Receiver
 from .requests import Requests
 from .timeouts import deadline_in
 

@@ -33,8 +33,7 @@ from .holders import lost_lines
 from .launched import LaunchedWorkers
 from .launcher import Routes
 from .places import Places
-from .pump import Pump
-from .receiver import Connector, Receiver
+from .receiver import Connector, Pump, Receiver
 from .requests import Request, Requests
 from .stalls import note_wait
 from .timeouts import checked, deadline_in

@@ -76,7 +76,7 @@ def _scan(cls: type, value: Any, key: list[Any], words: list[object], place: Any
 _in_backward = torch._C._current_graph_task_id
 _current_node = torch._C._current_autograd_node
 # The class of the nodes by which autograd gives a leaf its gradient.
-_LEAF: type = torch._C._functions.AccumulateGrad
+_LEAF: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 # They are C++'s own, the tuple of arguments, and the count itself.
 _HOLDERS = 3
 

@@ -20,8 +20,6 @@ KNOWN: dict[str, str] = {
     "sparse.mm.reduce": "sparse CSR: remote tensors are strided",
     "to_sparse": "sparse COO: remote tensors are strided",
     "tensor_split": "its sizes as a tensor must be local, as with CUDA",
-    "linalg.matrix_rank": "out=: torch's C++ leaves `out` unwritten for every tensor subclass",
-    "linalg.matrix_rank.hermitian": "out=: torch's C++ leaves `out` unwritten for every tensor subclass",
     "ormqr": "strides of one gradient: torch's C++ formula takes another branch for tensor subclasses",
 }
 

@@ -38,11 +38,9 @@ KNOWN: dict[str, str] = {
         _DRAWS,
     ),
     **dict.fromkeys(("sparse.sampled_addmm", "sparse.mm.reduce", "to_sparse"), _SPARSE),
-    **dict.fromkeys(("linalg.matrix_rank", "linalg.matrix_rank.hermitian"), "see test_op_db of the CPU"),
     "tensor_split": "its sizes as a tensor must be local, as with CUDA",
     **dict.fromkeys(("geqrf", "histogram", "logcumsumexp"), "this device's kernel cannot resize its `out`"),
     "_native_batch_norm_legit": "this device's kernel wants statistics in training",
-    "matmul": "out= of three dimensions by one: not looked into",
     "mode": "torch's kernel asks for CPU, CUDA or XPU by name",
 }
 # This device gives a result the strides that the meta kernel promises, and a CPU's kernel may give others.

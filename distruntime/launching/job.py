@@ -9,8 +9,6 @@ starts a worker is a `Launcher`. All of them end with the launch.
 
 from __future__ import annotations
 
-import re
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +17,7 @@ from typing import final
 
 from ..errors import DistruntimeError
 from ..session.launcher import Launcher, LaunchSpec, WorkerProcess
+from .log_ends import Tails
 from .script import Script
 
 # Between two looks at the workers and their logs lie so many seconds.
@@ -27,10 +26,6 @@ _LOOK = 0.1
 _ENDING = 5.0
 # An error quotes so many lines of a worker that has ended.
 _LAST = 5
-# A worker logs what is of no concern to most people, such as that a session begins.
-_ROUTINE = re.compile(rb"^\S+ \S+ INFO ")
-# A line that has no end so far is shown after so many bytes.
-_LONGEST = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -130,56 +125,6 @@ class Workers:
 def _quoted(worker: WorkerProcess) -> str:
     lines = worker.last_lines(_LAST)
     return "; its last lines:\n  " + lines.replace("\n", "\n  ") if lines else ""
-
-
-@final
-class Tails:
-    """The ends of the logs of workers, as they grow.
-
-    Args:
-        folder: where the logs are: worker-0.log and so on.
-        count: the number of workers.
-        routine: whether to show lines of the level INFO, too.
-        show: takes each line; standard error is the default.
-    """
-
-    def __init__(
-        self, folder: Path, count: int, *, routine: bool, show: Callable[[str], None] | None = None
-    ) -> None:
-        self._files = [folder / f"worker-{k}.log" for k in range(count)]
-        # A log that stays may have had lines before.
-        self._read = [file.stat().st_size if file.exists() else 0 for file in self._files]
-        self._rest = [b""] * count
-        self._routine, self._show = routine, show or _to_standard_error
-
-    def look(self, *, last: bool = False) -> None:
-        """Show the lines that are new. Return at once. The `last` time a line needs no end."""
-        for k in range(len(self._files)):
-            self._look(k, last)
-
-    def _look(self, k: int, last: bool) -> None:
-        try:
-            with self._files[k].open("rb") as file:
-                file.seek(self._read[k])
-                new = file.read()
-        except FileNotFoundError:
-            # The worker has not been started so far, or its log is on another machine.
-            return
-        self._read[k] += len(new)
-        lines = (self._rest[k] + new).split(b"\n")
-        self._rest[k] = lines.pop()
-        if self._rest[k] and (last or len(self._rest[k]) > _LONGEST):
-            lines.append(self._rest[k])
-            self._rest[k] = b""
-        for line in lines:
-            if self._routine or not _ROUTINE.match(line):
-                self._show(f"[worker {k}] {line.decode('utf-8', 'replace')}")
-
-
-def _to_standard_error(line: str) -> None:
-    # One write for a line: others write there, too.
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
 
 
 def run(job: Job, environment: Mapping[str, str]) -> int:

@@ -13,11 +13,10 @@ from typing import Protocol, final
 
 from ..errors import ConfigurationError
 from ..session.launcher import LaunchSpec, WorkerProcess
+from .log_ends import cut, last_lines
 
 # Linux's number of the option by which a process asks for a signal at its parent's death.
 _PR_SET_PDEATHSIG = 1
-# A line of a log is at most so long where the last ones are looked for.
-_LINE = 200
 
 
 def end_with_parent() -> bool:
@@ -59,17 +58,6 @@ def how_ended(code: int) -> str:
     except ValueError:
         # Real-time signals have no name.
         return f"killed by signal {-code}"
-
-
-def last_lines(log: Path, count: int) -> str:
-    """Return the end of a log, at most `count` lines."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _LINE * count))
-            lines = file.read().decode("utf-8", "replace").splitlines()
-    except OSError as error:
-        return f"({log} cannot be read: {error.strerror})"
-    return "\n".join(lines[-count:])
 
 
 class Process(Protocol):
@@ -137,6 +125,8 @@ class ProgramWorker(ProcessWorker):
 
     def poll(self) -> str | None:
         """Return how the program has ended, or None while it runs."""
+        # Whoever watches it asks now and then, for as long as it runs.
+        cut(self.log)
         code = self._process.poll()
         if code is None:
             return None

@@ -15,6 +15,7 @@ from ..errors import ConfigurationError, ConnectionFailed
 from ..session.launcher import Launcher, LaunchSpec, WorkerProcess
 from ..wire.keys import KeyPair
 from ..wire.scratch import scratch_folder
+from .log_ends import last_lines
 
 # An actor has so many seconds to answer.
 _ANSWER = 5.0
@@ -44,7 +45,8 @@ class Host:
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], key: bytes) -> None:
         folder = scratch_folder("ray")
-        self._log = folder / "worker.log"
+        # The worker cuts a log of such a name where it has grown large.
+        self._log = folder / "worker-0.log"
         words = [sys.executable, "-m", "distruntime_worker", *arguments, "--local", str(os.getpid())]
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -71,7 +73,7 @@ class Host:
 
     def last_lines(self, count: int) -> str:
         """Return the end of what the worker wrote."""
-        return "\n".join(self._log.read_text("utf-8", "replace").splitlines()[-count:])
+        return last_lines(self._log, count)
 
     def terminate(self) -> None:
         """Ask the worker to end."""

@@ -22,6 +22,7 @@ from ..errors import ConfigurationError, ConnectionFailed, DistruntimeError
 from ..session.launcher import Launcher, LaunchSpec, WorkerProcess
 from ..wire.keys import KeyPair
 from ..wire.shield import RLock
+from .log_ends import cut, last_lines
 from .ssh_address import SshAddress
 from .ssh_connection import Broken, SshConnection
 from .ssh_probe import best, interpreters, lacking, script
@@ -107,11 +108,7 @@ class SshWorker(WorkerProcess):
 
     def last_lines(self, count: int = 20) -> str:
         """Return the end of what the worker wrote."""
-        try:
-            text = self._log.read_bytes()[-200 * count :].decode("utf-8", "replace")
-        except OSError:
-            return ""
-        return "\n".join(text.splitlines()[-count:])
+        return last_lines(self._log, count) if self._log.exists() else ""
 
     def terminate(self) -> None:
         """Ask it to end. Return at once."""
@@ -305,6 +302,7 @@ class SshWorker(WorkerProcess):
                     # Its folder may have gone with the session.
                     with suppress(FileNotFoundError), self._log.open("ab") as file:
                         file.write(base64.b64decode(text))
+                    cut(self._log)
                     self._offset = offset
                 case {"request": int(number), "reached": list(reached)}:
                     self.ways.answered(number, reached)

@@ -26,6 +26,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from distruntime.wire.scratch import let_go, lock_of, scratch_folder
 
@@ -39,8 +40,8 @@ SOON, LATER = 0.02, 0.25
 STAYS = 120.0
 # When standard input has ended, the agent looks so often for its sshd. If that is there, the master died.
 LOOKS = 6
-# A log is sent in pieces of so many bytes.
-PIECE = 1 << 16
+# A log is sent in pieces of so many bytes. One that has been sent begins anew behind so many.
+PIECE, MOST = 1 << 16, 64 << 20
 # A connection to another worker is tried for so many seconds.
 REACH = 2.0
 
@@ -236,22 +237,36 @@ class Agent:
         with suppress(FileNotFoundError):
             with open(os.path.join(self.folder, "log"), "rb") as file:
                 if not self.port:
-                    listens = LISTENS.search(file.read(PIECE))
-                    if listens:
+                    # A log that has begun anew does not have it.
+                    self.port = number(read(os.path.join(self.folder, "port")))
+                    if not self.port and (listens := LISTENS.search(file.read(PIECE))):
                         self.port = int(listens.group(1))
+                    if self.port:
                         pid = number(read(os.path.join(self.folder, "pid")))
                         say(port=self.port, pid=pid, network=network())
-                file.seek(self.offset)
-                while True:
-                    piece = file.read(PIECE)
-                    if not piece:
-                        break
-                    self.offset += len(piece)
-                    say(log=base64.b64encode(piece).decode("ascii"), offset=self.offset)
+                self.send(file)
         if ended:
             self.ended = ended
             say(ended=ended)
             remove(self.folder)
+
+    def send(self, file: BinaryIO) -> None:
+        """Send what is new in the log. Have it begin anew where it has grown large: the master has it."""
+        if os.fstat(file.fileno()).st_size < self.offset:
+            # It began anew, and the connection broke before the master knew.
+            self.offset = 0
+        file.seek(self.offset)
+        while piece := file.read(PIECE):
+            self.offset += len(piece)
+            say(log=base64.b64encode(piece).decode("ascii"), offset=self.offset)
+        if self.offset > MOST:
+            # A disk that is full ends nothing.
+            with suppress(OSError):
+                write(os.path.join(self.folder, "port"), str(self.port))
+                # The worker appends. What it writes between the two is lost.
+                os.truncate(file.name, 0)
+                self.offset = 0
+            say(log="", offset=self.offset)
 
     def stop(self, timeout: float) -> None:
         """End the worker, and remove what it leaves."""

@@ -11,7 +11,7 @@ import pytest
 
 import distruntime as dr
 from distruntime.launch import address, from_file, from_names
-from distruntime.launching.job import Job, Meeting, Tails, run
+from distruntime.launching.job import Job, Meeting, run
 from distruntime.launching.script import command
 
 
@@ -104,28 +104,6 @@ def test_before_its_time_is_over_the_script_gets_sigterm(tmp_path: Path) -> None
     assert run(todo, os.environ) == 5
     assert again == ["queued"] and said == ["the time is nearly over: the script gets SIGTERM"]
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-
-
-def test_the_lines_of_each_worker_say_whose_they_are(tmp_path: Path) -> None:
-    (tmp_path / "worker-0.log").write_text("of an earlier launch\n", encoding="utf-8")
-    shown = list[str]()
-    tails = Tails(tmp_path, 2, routine=False, show=shown.append)
-    with (
-        (tmp_path / "worker-0.log").open("a", encoding="utf-8") as one,
-        (tmp_path / "worker-1.log").open("w", encoding="utf-8") as two,
-    ):
-        print("2026-11-23 10:00:00,1 INFO distruntime.worker: dialling", file=one)
-        print("half", end="", file=one, flush=True)
-        print("whole", file=two, flush=True)
-        tails.look()
-        assert shown == ["[worker 1] whole"]
-        print(" a line", file=one)
-        print("2026-11-23 10:00:00,1 WARNING distruntime.worker: hot", end="", file=two)
-    tails.look(last=True)
-    assert shown[1:] == [
-        "[worker 0] half a line",
-        "[worker 1] 2026-11-23 10:00:00,1 WARNING distruntime.worker: hot",
-    ]
 
 
 def test_what_a_script_is(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ _WHY = hosts.unavailable()
 needs_hosts = pytest.mark.skipif(bool(_WHY), reason=_WHY)
 
 with modules_of(BOX) as module:
-    lane, scenarios, chaos = module("run"), module("scenarios"), module("chaos")
+    lane, scenarios, chaos, services = (module(name) for name in ("run", "scenarios", "chaos", "services"))
 BY_NAME = {scenario.name: scenario for scenario in lane.SCENARIOS}
 
 
@@ -133,6 +134,92 @@ def test_where_a_launcher_is_not_here_the_lane_says_what_to_install(
         "mpirun (Open MPI over hosts): cannot run here: there is no mpirun: apt install openmpi-bin\n"
         "0 of 2 green, not here: slurm, mpirun\n"
     )
+
+
+class Boxes:
+    """What runs scenarios, without a box: one that fails, one whose box does not come up."""
+
+    def __init__(self, logs: Path) -> None:
+        self.logs = logs
+
+    def __enter__(self) -> Boxes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def lacks(self, scenario: Any) -> str:
+        return "there is no ray" if scenario.topology == "ray" else ""
+
+    def run(self, scenario: Any) -> tuple[str, str]:
+        if scenario.name == "mtu":
+            raise OSError("no worker listens")
+        return ("it computed b" if scenario.name == "drop-2" else ""), "1.0 s"
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("boxes", ["1", "3"])
+def test_several_boxes_run_each_scenario_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, boxes: str
+) -> None:
+    monkeypatch.setattr(hosts, "unavailable", lambda: "")
+    monkeypatch.setattr(lane, "Lane", Boxes)
+    names = ["calm", "drop-2", "mtu", "ray", "ipv6", "own-names", "loss"]
+    assert lane.main([*names, "--boxes", boxes], tmp_path) == 1
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert sorted(line.partition(" ")[0] for line in lines) == sorted(names)
+    assert last == "4 of 7 green, red: drop-2, mtu, not here: ray"
+    (mtu,) = (line for line in lines if line.startswith("mtu"))
+    assert "RED: OSError: no worker listens" in mtu
+
+
+# It prints how a second of the steady clock was seen, and how long waits for half a second took.
+_WATCH = """
+import threading, time
+began, day = time.monotonic(), time.time()
+lock = threading.Lock()
+lock.acquire()
+lock.acquire(timeout=0.5)
+threading.Event().wait(0.5)
+took = time.monotonic() - began
+print(day, took, (time.time() - day) / took)
+"""
+
+
+class HostHere:
+    """A host without namespaces."""
+
+    name = "here"
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+
+    def do(self, script: str) -> str:
+        return subprocess.run(["sh", "-c", script], check=True, capture_output=True, text=True).stdout
+
+
+def test_a_host_has_a_clock_of_its_own_that_jumps_and_drifts(tmp_path: Path) -> None:
+    if why := services.lacking(("clock",)):
+        pytest.skip(why)
+    host = HostHere(tmp_path)
+    variables = services.SERVICES["clock"].start(services.Place({"here": host}, ("here",), tmp_path, ""))
+
+    def seen() -> list[float]:
+        environment = {**os.environ, **variables, "HOME": str(tmp_path)}
+        told = subprocess.run(
+            [sys.executable, "-c", _WATCH], env=environment, check=True, capture_output=True, text=True
+        )
+        return [float(word) for word in told.stdout.split()]
+
+    for ahead, gains in ((0.0, 0.0), (-3600.0, 0.0), (1e8, 0.5)):
+        services.set_clock(host, ahead, gains)
+        began = time.time()
+        day, took, rate = seen()
+        # The clock gains while Python starts, too.
+        assert -1 < day - ahead - began < (1 + gains) * (time.time() - began) + 1
+        assert took >= 1 and abs(rate - 1 - gains) < 0.05
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
     python tests/box/run.py               all scenarios but those that take minutes, and the figures
     python tests/box/run.py --long        those too
+    python tests/box/run.py --boxes 2     two scenarios at a time: each waits for most of its time
     python tests/box/run.py NAME ...      these; --list prints them
     python tests/box/run.py --chaos 1000  random programs through so many faults
     python tests/box/run.py --soak 120    the same programs again and again, for so many minutes
@@ -17,7 +18,9 @@ import argparse
 import re
 import shutil
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,21 +28,24 @@ from types import TracebackType
 from typing import Any
 
 import chaos
+import clocks
 import large
 import launched
 import mistakes
 import scenarios
 import services
-from scenarios import DOWN, PROGRAM, Change, Scenario, Topology
+from scenarios import DOWN, PROGRAM, Change, Clock, Scenario, Topology
 
 import hosts
 from box import Box, Program
 from processes import ROOT, until
 from router import Weather
 
-_FILES = (scenarios, launched, mistakes, large)
+_FILES = (scenarios, clocks, launched, mistakes, large)
 SCENARIOS = tuple(scenario for file in _FILES for scenario in file.SCENARIOS)
 TOPOLOGIES = tuple(topology for file in _FILES for topology in file.TOPOLOGIES)
+BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
+PYTHON = "{python}"
 CANNOT = "cannot run here: "
 # What a program has left behind ends within so many seconds.
 LEAVING = 60.0
@@ -73,15 +79,16 @@ class Lane:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
+        self.end()
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Give the last box up."""
         self._box = None
         self._stack.close()
 
     def _of(self, topology: Topology) -> Box:
         if self._box is None or self._box.topology != topology:
-            self._end()
+            self.end()
             logs = self._logs / topology.name
             shutil.rmtree(logs, ignore_errors=True)
             logs.mkdir(parents=True)
@@ -97,10 +104,10 @@ class Lane:
         said, seconds = go(box, scenario)
         wrong = verdict(scenario, said, wanted, seconds)
         # What masters leave on daemons' hosts has tests of its own.
-        if not wrong and topology.launch + topology.services != ("{python}",):
+        if not wrong and topology.launch + tuple(s for s in topology.services if s != "clock") != (PYTHON,):
             wrong = _left(box)
         if wrong or scenario.spoils:
-            self._end()
+            self.end()
         lengths = [f"{length:g}" for length in said.get("rounds", ())]
         figures = "".join(f", {name} {said[name]}" for name in MEASURED if name in said)
         seen = f"{seconds:.1f} s{figures}" + (f", rounds of {' '.join(lengths)}" if lengths else "")
@@ -205,6 +212,8 @@ def _begin(box: Box, change: Change, program: Program) -> None:
         for way in ((change.host, "*"), ("*", change.host)):
             box.network.weather(*way, DOWN)
         box.hosts[change.host].vanish()
+    elif isinstance(change.what, Clock):
+        services.set_clock(box.hosts[change.host], *change.what)
     else:
         for source, target in change.ways:
             assert isinstance(change.what, Weather)
@@ -214,6 +223,8 @@ def _begin(box: Box, change: Change, program: Program) -> None:
 def _end(box: Box, scenario: Scenario, change: Change) -> None:
     if change.what == "stop":
         box.hosts[change.host].go_on()
+    elif isinstance(change.what, Clock):
+        services.set_clock(box.hosts[change.host], 0.0, 0.0)
     elif isinstance(change.what, Weather):
         _settled(box, scenario)
 
@@ -238,6 +249,66 @@ def verdict(scenario: Scenario, said: Mapping[str, Any], wanted: str, seconds: f
     )
 
 
+class Run:
+    """Scenarios that run in so many boxes at a time, and how each has come out."""
+
+    def __init__(self, names: Sequence[str], logs: Path, boxes: int) -> None:
+        self._logs, self._boxes = logs, boxes
+        # A scenario that has not come to its end is red.
+        self.how = dict.fromkeys(names, "red")
+        # The scenarios of a topology share a box, so they stay together.
+        together: dict[str, list[str]] = {}
+        for name in names:
+            together.setdefault(BY_NAME[name].topology if boxes > 1 else "", []).append(name)
+        self._waiting = deque(together.values())
+
+    def run(self) -> None:
+        """Run them all. Ctrl-C ends this process, and with it all that runs in the boxes."""
+        # A box ends with the thread that has made it.
+        threads = [threading.Thread(target=self._work, args=(k,), daemon=True) for k in range(1, self._boxes)]
+        for thread in threads:
+            thread.start()
+        self._work(0)
+        for thread in threads:
+            thread.join()
+
+    def _work(self, number: int) -> None:
+        with Lane(self._logs / f"beside-{number}" if number else self._logs) as lane:
+            while names := self._next():
+                for name in names:
+                    self._one(lane, name)
+
+    def _next(self) -> list[str]:
+        """Return scenarios that nobody runs so far; none where there are no more."""
+        try:
+            return self._waiting.popleft()
+        except IndexError:
+            return []
+
+    def _one(self, lane: Lane, name: str) -> None:
+        scenario = BY_NAME[name]
+        if why := lane.lacks(scenario):
+            self.how[name] = "not here"
+            say(f"{name} ({scenario.what}): {CANNOT}{why}")
+            return
+        began = time.monotonic()
+        try:
+            wrong, seen = lane.run(scenario)
+        except Exception as error:
+            # The others go on: a box that does not come up is this one's.
+            wrong, seen = f"{type(error).__name__}: {error}", ""
+            lane.end()
+        self.how[name] = "red" if wrong else "green"
+        took = f"{time.monotonic() - began:.0f} s with its box"
+        say(f"{name} ({scenario.what}): {f'RED: {wrong}; ' if wrong else 'green, '}{seen}; {took}")
+
+
+def say(text: str) -> None:
+    """Print a line at once: several threads do."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
 def main(arguments: Sequence[str], logs: Path = ROOT / "build" / "box") -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME")
@@ -245,16 +316,16 @@ def main(arguments: Sequence[str], logs: Path = ROOT / "build" / "box") -> int:
     parser.add_argument("--list", action="store_true", help="print the scenarios, and run nothing")
     parser.add_argument("--chaos", type=int, metavar="FAULTS", help="random programs through so many faults")
     parser.add_argument("--soak", type=float, metavar="MINUTES", help="the same programs for so many minutes")
+    parser.add_argument("--boxes", type=int, default=1, metavar="N", help="so many scenarios at a time")
     parser.add_argument("--seed", type=int, default=1, help="of the programs and faults")
     options = parser.parse_args(arguments)
-    by_name = {scenario.name: scenario for scenario in SCENARIOS}
-    if unknown := set(options.names) - by_name.keys() - {FIGURES}:
+    if unknown := set(options.names) - BY_NAME.keys() - {FIGURES}:
         parser.error(f"there is no scenario {', '.join(sorted(unknown))}")
     names = options.names or [one.name for one in SCENARIOS if options.long or not one.long] + [FIGURES]
     if options.list:
         for name in names:
             print(
-                f"{name}: {by_name[name].what if name in by_name else 'throughput against that of the link'}"
+                f"{name}: {BY_NAME[name].what if name in BY_NAME else 'throughput against that of the link'}"
             )
         return 0
     if why := hosts.unavailable():
@@ -264,21 +335,19 @@ def main(arguments: Sequence[str], logs: Path = ROOT / "build" / "box") -> int:
         return chaos.chaos(options.chaos, options.seed, logs / "chaos")
     if options.soak:
         return chaos.soak(options.soak, options.seed, logs / "soak")
-    red, absent = [], list[str]()
-    with Lane(logs) as lane:
-        for name in names:
-            if name != FIGURES and (why := lane.lacks(by_name[name])):
-                print(f"{name} ({by_name[name].what}): {CANNOT}{why}", flush=True)
-                absent.append(name)
-                continue
-            wrong, seen = lane.figures() if name == FIGURES else lane.run(by_name[name])
-            red += [name] if wrong else []
-            what = "" if name == FIGURES else f" ({by_name[name].what})"
-            print(f"{name}{what}: {f'RED: {wrong}; ' if wrong else 'green, '}{seen}", flush=True)
-    green = f"{len(names) - len(red) - len(absent)} of {len(names)} green"
-    told = [f"{what}: {', '.join(some)}" for what, some in (("red", red), ("not here", absent)) if some]
-    print(", ".join([green, *told]))
-    return 1 if red else 0
+    found = Run([name for name in names if name != FIGURES], logs, options.boxes)
+    found.run()
+    how = found.how
+    if FIGURES in names:
+        # Nothing runs beside what is measured.
+        with Lane(logs) as lane:
+            wrong, seen = lane.figures()
+        how[FIGURES] = "red" if wrong else "green"
+        say(f"{FIGURES}: {f'RED: {wrong}; ' if wrong else 'green, '}{seen}")
+    some = {what: [name for name in names if how[name] == what] for what in ("green", "red", "not here")}
+    told = [f"{what}: {', '.join(some[what])}" for what in ("red", "not here") if some[what]]
+    print(", ".join([f"{len(some['green'])} of {len(names)} green", *told]))
+    return 1 if some["red"] else 0
 
 
 if __name__ == "__main__":

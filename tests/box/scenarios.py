@@ -56,14 +56,21 @@ class Topology(NamedTuple):
     variables: Mapping[str, str] = MappingProxyType({})
 
 
+class Clock(NamedTuple):
+    """A host's calendar clock: it jumps by so many seconds, and gains this part of the time since then."""
+
+    ahead: float
+    gains: float = 0.0
+
+
 class Change(NamedTuple):
     """Something that befalls the cluster while the program runs."""
 
     # It happens when the program has just begun this round, and ends after so many seconds.
     round: int
     seconds: float
-    # A weather on these ways, "stop" or "vanish" for a host, "interrupt" or "kill" for the program.
-    what: Weather | str
+    # A weather on these ways, a clock, "stop" or "vanish" for a host, "interrupt" or "kill" for the program.
+    what: Weather | Clock | str
     ways: tuple[Way, ...] = _EVERYWHERE
     host: str = ""
 

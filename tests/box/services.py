@@ -1,4 +1,4 @@
-"""What runs on the hosts of a box beside workers: sshd, Slurm, Ray. It ends with its host."""
+"""What hosts of a box have beside workers: sshd, Slurm, Ray, a clock. It ends with its host."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import importlib.util
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -16,9 +18,10 @@ from scenarios import MASTER
 
 from hosts import Host
 from one_node_slurm import configuration
-from processes import PATH, STARTING, until
+from processes import PATH, ROOT, STARTING, until
 
 _SSHD = "/usr/sbin/sshd"
+_CLOCK = ROOT / "tests" / "help" / "moved_clock.c"
 _NONE: Mapping[str, str] = {}
 _MUNGE = ("--foreground", "--force")
 # A node that does not answer is down after so many seconds.
@@ -187,11 +190,44 @@ def _mpi4py_lacks() -> str:
     return "" if importlib.util.find_spec("mpi4py") else "there is no mpi4py: pip install mpi4py"
 
 
+# -- clocks --------------------------------------------------------------------------------------------------
+
+
+def _clock_lacks() -> str:
+    return _absent({"cc": "gcc"})
+
+
+def _start_clock(place: Place) -> Mapping[str, str]:
+    """Give each host a calendar clock of its own, which all of its processes read that get the variable."""
+    library = place.logs / "moved_clock.so"
+    words = ["cc", "-shared", "-fPIC", "-O2", "-o", str(library), str(_CLOCK), "-ldl"]
+    subprocess.run(words, check=True)
+    for host in place.hosts.values():
+        host.do(f"head -c 24 /dev/zero > {host.home}/clock")
+        set_clock(host, 3600.0, 0.0)
+        shown = f"HOME={host.home} LD_PRELOAD={library} date +%s"
+        ahead = int(host.do(shown)) - time.time()
+        assert abs(ahead - 3600) < 60, (
+            f"the clock of {host.name} was to be an hour ahead, and is {ahead:.0f} s"
+        )
+        set_clock(host, 0.0, 0.0)
+    return {"LD_PRELOAD": str(library)}
+
+
+def set_clock(host: Host, ahead: float, gains: float) -> None:
+    """Set how many seconds the clock of a host is ahead, and which part of the time it gains from now on."""
+    numbers = struct.pack("qqq", round(ahead * 1e9), round(gains * 1e6), time.time_ns())
+    text = "".join(f"\\{byte:03o}" for byte in numbers)
+    # The processes see this file: another in its place is of no use.
+    host.do(f"printf '{text}' | dd of={host.home}/clock conv=notrunc status=none")
+
+
 SERVICES = {
     "sshd": Service(_sshd_lacks, _start_sshd),
     "slurm": Service(_slurm_lacks, _start_slurm),
     "ray": Service(_ray_lacks, _start_ray, own=r"^ray::|/ray/"),
     "mpirun": Service(_mpi_lacks, _shared),
+    "clock": Service(_clock_lacks, _start_clock),
     "mpi4py": Service(_mpi4py_lacks, _start_nothing),
 }
 

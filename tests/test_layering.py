@@ -73,6 +73,8 @@ OUTSIDE = {
         "distruntime.guards.unchanged",
         # It refers to generators.
         "distruntime.programs.side_effects",
+        # It refers to programs and graphs, which let go of a session that ends.
+        "distruntime.session.ending",
         "distruntime.session.places",
         "distruntime.log.shards",
         "distruntime.wire.channel",

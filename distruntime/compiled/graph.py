@@ -25,6 +25,7 @@ from ..programs.handlers import Handlers
 from ..programs.layout import memories_of
 from ..programs.recorder import record, taping
 from ..programs.recording import Name, Recording
+from ..session.ending import outliving
 from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, MADE
@@ -59,6 +60,7 @@ class Graph:
         self._plain, self._lined = graph.forward, Lined(graph)
         self.name, self._compile, self._saves = name, compile, saves
         alive[next(_numbers)] = self
+        outliving.add(self)
         # Before there is a plan, this counts the calls of a kind. At the first one nobody knows yet what its
         # operators return.
         self._plans: dict[Hashable, Plan | int] = {}
@@ -130,6 +132,10 @@ class Graph:
         if self._last is None or self._session is not active_session():
             return "no call was replayed yet"
         return self._last.layout.compiled()
+
+    def part(self) -> None:
+        """Forget what was recorded in a session that has ended."""
+        self._plans, self._last, self._session = {}, None, None
 
     def _run(self, args: list[object]) -> Results:
         """Run it operator by operator. Its casts are operators of its own."""

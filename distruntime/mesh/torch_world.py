@@ -139,6 +139,29 @@ def end() -> None:
     """Undo `begin`."""
     if dist.is_initialized() and dist.get_backend() == BACKEND:
         dist.destroy_process_group()
+    _world.clear()
+    _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Empty the caches in which DTensor holds each mesh that it has met, and so its session, for ever."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    tensor, propagator = "torch.distributed.tensor", "DTensor._op_dispatcher.sharding_propagator"
+    for module, name in (
+        (f"{tensor}._redistribute", "clear_redistribute_planner_cache"),
+        (f"{tensor}._redistribute", "_gen_transform_infos.cache_clear"),
+        (f"{tensor}._sharding_prop", "ShardingPropagator._propagate_tensor_meta_cached.cache_clear"),
+        (f"{tensor}._api", f"{propagator}.propagate_op_sharding.cache_clear"),
+        (f"{tensor}._collective_utils", "MeshTopoInfo.build_from_mesh.cache_clear"),
+        ("torch._C", "_clear_DTensor_sharding_propagator_cache"),
+    ):
+        found: Any = sys.modules.get(module)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        # Other versions of torch have other caches.
+        if found is not None:
+            found()
 
 
 def lines_named(group: Any) -> Lines:

@@ -15,6 +15,7 @@ from ..errors import NotSupportedError, UsageError, drop_frames, without_our_fra
 from ..log.handle import next_ref
 from ..log.line import line_text, user_line
 from ..log.tape import recorded
+from ..session.ending import outliving
 from ..session.session import active_session
 from .attempt import Attempt
 from .begins import Placed, begins_of
@@ -44,6 +45,7 @@ class Program(Generic[P, R]):
         self.why = "it was not called yet"
         self._kinds, self._turns = Kinds(), Turns()
         self._last: Plan | None = None
+        outliving.add(self)
 
     def __repr__(self) -> str:
         return f"<program {self._name!r}, {self.recordings} recordings, {self.replays} replays>"
@@ -59,6 +61,10 @@ class Program(Generic[P, R]):
         if not self._compile:
             return ""
         return "no call was replayed yet" if self._last is None else self._last.compiled()
+
+    def part(self) -> None:
+        """Forget what was recorded in a session that has ended: its places are of no other one."""
+        self._kinds, self._last = Kinds(), None
 
     def __get__(self, owner: object, kind: type | None = None) -> object:
         return self if owner is None else types.MethodType(self, owner)

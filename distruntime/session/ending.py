@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, final
+from weakref import WeakSet
 
 from ..errors import WaitTimeout
 from ..log.failure_log import Cause
@@ -31,6 +32,22 @@ _LAST_WORD = 1.0
 # The session's own thread may take so many seconds to end, and as many all its workers before they are
 # killed.
 _LAST_STEPS = 2.0
+
+
+class Outliving(Protocol):
+    """What outlives a session and holds some of what belongs to it."""
+
+    def part(self) -> None:
+        """Let go of what belongs to the session, which has ended."""
+
+
+# A program or a compiled graph may be there for as long as the process, and a session would stay with it.
+outliving: WeakSet[Outliving] = WeakSet()
+
+
+def _part() -> None:
+    for one in list(outliving):
+        one.part()
 
 
 class Owner(Protocol):
@@ -70,7 +87,7 @@ class Ending:
         # (monotonic) to wait for those that cannot be reached; None stands for as long as it takes.
         self.before: list[Callable[[float | None], None]] = []
         # The session calls these when this process has let go of it.
-        self.on_close: list[Callable[[], None]] = []
+        self.on_close: list[Callable[[], None]] = [_part]
         # The session calls these when it is over, and not only left by this process.
         self.on_end: list[Callable[[], None]] = []
 

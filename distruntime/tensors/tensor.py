@@ -7,9 +7,9 @@ everything else is torch's.
 from __future__ import annotations
 
 import copy
-import copyreg
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from copyreg import _slotnames  # type: ignore[attr-defined]
 from typing import NoReturn, Protocol, SupportsIndex, overload
 
 import numpy as np
@@ -59,7 +59,7 @@ def own_attributes(tensor: torch.Tensor) -> list[tuple[str, object]]:
     """Return what a program has set on a tensor: in its dict, and in the slots of a class of the user's."""
     found = [(name, value) for name, value in tensor.__dict__.items() if name != "_handle"]
     if type(tensor) is not DistributedTensor:
-        slots: list[str] = copyreg._slotnames(type(tensor))  # type: ignore[attr-defined]
+        slots: list[str] = _slotnames(type(tensor))
         found += [(name, getattr(tensor, name)) for name in slots if hasattr(tensor, name)]
     return found
 

@@ -125,7 +125,7 @@ def dtype_that_autocast_casts_to(here: Here) -> State:
     place = torch.device(here.device).type
     here.callback(torch.set_autocast_dtype, place, torch.get_autocast_dtype(place))
     here.enter_context(torch.autocast(place, dtype=torch.bfloat16))
-    return (lambda x: torch.outer(x, x) @ torch.outer(x, x)), (
+    return (lambda x: (x.float().outer(x.float()) * 1.01).mm(x.float().outer(x.float()))), (
         lambda k: torch.set_autocast_dtype(place, torch.float16 if even(k) else torch.bfloat16)
     )
 

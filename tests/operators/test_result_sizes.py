@@ -28,7 +28,7 @@ _INFOS = [
     and (isinstance(info, (BinaryUfuncInfo, UnaryUfuncInfo)) or info.name in _MORE)
     and not info.name.startswith("jiterator")
 ]
-_SAMPLES = 6
+_SAMPLES = 3
 
 
 class _Held(TorchDispatchMode):
@@ -70,7 +70,7 @@ def test_what_is_predicted_is_what_torchs_kernels_return() -> None:
                 except (NotImplementedError, RuntimeError, ValueError):
                     # torch has no such kernel on this processor.
                     continue
-    assert held.counts["known"] > 300 and held.counts["unknown"] > 100, held.counts
+    assert held.counts["known"] > 200 and held.counts["unknown"] > 100, held.counts
 
 
 _LAYOUTS = [

@@ -48,8 +48,9 @@ def test_a_compiled_function_keeps_no_session_that_has_ended() -> None:
         for _ in range(4):
             assert step(torch.ones(3, device=REMOTE)).sum().item() == 9.0
 
+    others = {*map(id, alive.values())}
     assert ended(use) == [None, None]
-    (graph,) = alive.values()
+    (graph,) = (graph for graph in alive.values() if id(graph) not in others)
     assert graph.replays
 
 

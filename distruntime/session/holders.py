@@ -125,6 +125,11 @@ def _storages(
     return storages.values(), values
 
 
+# A number that no other living object has. `id` asks the hooks of `sys.addaudithook`, which are Python, and
+# threads may change within them. This is C alone.
+identity: Callable[[object], int] = object.__hash__
+
+
 def tracked(kinds: Iterable[type], find: Callable[[], list[T]]) -> list[T]:
     """Return the objects that `find()` lists and whose class itself is among `kinds`.
 
@@ -133,19 +138,19 @@ def tracked(kinds: Iterable[type], find: Callable[[], list[T]]) -> list[T]:
     anybody else holds the tuple at its end. Python changes threads between two instructions, and never
     inside one. So one instruction finds the objects, takes of them what is asked for, and lets go of the
     rest. It makes no object that the collector tracks once it has found them, so no collection starts there,
-    and no finalizer. It asks for the ids of classes, as a metaclass may have a hash in Python.
+    and no finalizer. It compares `identity`, as a metaclass may have a hash in Python.
     """
     held: list[T] = []
-    ids = {*map(id, kinds)}
-    wanted = compress(iter(held), map(ids.__contains__, map(id, map(type, iter(held)))))
+    wanted_ones = {*map(identity, kinds)}
+    wanted = compress(iter(held), map(wanted_ones.__contains__, map(identity, map(type, iter(held)))))
     # What fills and empties the list returns None.
     return list(chain(*_around(held, find, wanted)))[1:-1]  # type: ignore[return-value]
 
 
-def tracked_ids(find: Callable[[], list[T]]) -> set[int]:
-    """Return the ids of the objects that `find()` lists. See `tracked`."""
+def tracked_identities(find: Callable[[], list[T]]) -> set[int]:
+    """Return the `identity` of each object that `find()` lists. See `tracked`."""
     held: list[T] = []
-    found: set[object] = set(chain(*_around(held, find, map(id, iter(held)))))
+    found: set[object] = set(chain(*_around(held, find, map(identity, iter(held)))))
     return found - {None}  # type: ignore[return-value]
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 import threading
 from functools import partial
+from pathlib import Path
 
-from distruntime.session.holders import tracked, tracked_ids
+from distruntime.session.holders import identity, tracked, tracked_identities
 
 
 class Thing:
@@ -33,7 +35,7 @@ def test_it_finds_what_is_there() -> None:
     found = tracked({Thing}, gc.get_objects)
     assert set(map(id, found)) == set(map(id, things))
     assert all(type(one) is Thing for one in found)
-    assert {*map(id, things), id(things)} <= tracked_ids(gc.get_objects)
+    assert {*map(identity, things), identity(things)} <= tracked_identities(gc.get_objects)
     assert tracked({Thing}, partial(gc.get_referrers, Thing)) == found
 
 
@@ -41,7 +43,7 @@ def test_it_takes_a_generation() -> None:
     gc.collect()
     thing = Thing()
     assert tracked({Thing}, partial(gc.get_objects, 0)) == [thing]
-    assert id(thing) in tracked_ids(partial(gc.get_objects, 0))
+    assert identity(thing) in tracked_identities(partial(gc.get_objects, 0))
     gc.collect(0)
     assert tracked({Thing}, partial(gc.get_objects, 0)) == []
 
@@ -75,7 +77,7 @@ def test_a_tuple_that_is_being_built_is_not_held() -> None:
                 break
             built.clear()
             tracked({Thing}, gc.get_objects)
-            tracked_ids(gc.get_objects)
+            tracked_identities(gc.get_objects)
             tracked({Thing}, partial(gc.get_referrers, Thing))
     finally:
         sys.setswitchinterval(interval)
@@ -83,3 +85,12 @@ def test_a_tuple_that_is_being_built_is_not_held() -> None:
         builder.join(60)
     assert not raised, raised
     assert all(type(one) is Hashed for one in hashed)
+
+
+def test_it_is_not_held_where_a_hook_hears_of_what_python_does() -> None:
+    # A hook stays for as long as its process runs.
+    code = (
+        "import sys; sys.addaudithook(lambda *_: None); import test_tracked; "
+        "test_tracked.test_a_tuple_that_is_being_built_is_not_held()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=Path(__file__).parent)

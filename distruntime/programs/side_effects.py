@@ -20,7 +20,7 @@ from ..guards.functions import is_traced
 from ..log.handle import Handle
 from ..log.line import of_a_library
 from ..log.tape import recorded
-from ..session.holders import identity, tracked, tracked_identities
+from ..session.holders import tracked, tracked_ids
 from ..wire.shield import Lock
 
 _lock = Lock()
@@ -145,7 +145,7 @@ class Young:
     def collects(self, phase: str, info: dict[str, int]) -> None:
         """Note what is there before Python collects it or takes it on. Python calls this."""
         if phase == "start":
-            self._made |= tracked_identities(partial(gc.get_objects, 0))
+            self._made |= tracked_ids(partial(gc.get_objects, 0))
             self._generations = 3 if info["generation"] else self._generations
 
     def ids(self) -> set[int]:
@@ -154,7 +154,7 @@ class Young:
         What another thread has made looks no different, and the call may depend on it. So everything counts
         as old where other threads run.
         """
-        self._made |= tracked_identities(partial(gc.get_objects, 0))
+        self._made |= tracked_ids(partial(gc.get_objects, 0))
         return set() if others_run() else self._made
 
     def end(self) -> None:
@@ -170,7 +170,7 @@ class Young:
         midway = [
             weakref.ref(one)
             for one in found
-            if type(one) in _PREFIXES and identity(one) in self._made and _unfinished(one)
+            if type(one) in _PREFIXES and id(one) in self._made and _unfinished(one)
         ]
         del found
         gc.collect(1)

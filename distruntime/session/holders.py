@@ -7,6 +7,7 @@ something. Nothing that is found is kept.
 from __future__ import annotations
 
 import gc
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -125,9 +126,11 @@ def _storages(
     return storages.values(), values
 
 
-# A number that no other living object has. `id` asks the hooks of `sys.addaudithook`, which are Python, and
-# threads may change within them. This is C alone.
-identity: Callable[[object], int] = object.__hash__
+# `id` tells the hooks of `sys.addaudithook`, which are Python, and threads may change within them. This is C
+# alone: an object's address, turned by four bits to the right.
+_turned: Callable[[object], int] = object.__hash__
+_BITS = sys.maxsize.bit_length() + 1
+_MASK = (1 << _BITS) - 1
 
 
 def tracked(kinds: Iterable[type], find: Callable[[], list[T]]) -> list[T]:
@@ -138,20 +141,20 @@ def tracked(kinds: Iterable[type], find: Callable[[], list[T]]) -> list[T]:
     anybody else holds the tuple at its end. Python changes threads between two instructions, and never
     inside one. So one instruction finds the objects, takes of them what is asked for, and lets go of the
     rest. It makes no object that the collector tracks once it has found them, so no collection starts there,
-    and no finalizer. It compares `identity`, as a metaclass may have a hash in Python.
+    and no finalizer. It asks no class for its hash, as a metaclass may have one in Python.
     """
     held: list[T] = []
-    wanted_ones = {*map(identity, kinds)}
-    wanted = compress(iter(held), map(wanted_ones.__contains__, map(identity, map(type, iter(held)))))
+    known = {*map(_turned, kinds)}
+    wanted = compress(iter(held), map(known.__contains__, map(_turned, map(type, iter(held)))))
     # What fills and empties the list returns None.
     return list(chain(*_around(held, find, wanted)))[1:-1]  # type: ignore[return-value]
 
 
-def tracked_identities(find: Callable[[], list[T]]) -> set[int]:
-    """Return the `identity` of each object that `find()` lists. See `tracked`."""
+def tracked_ids(find: Callable[[], list[T]]) -> set[int]:
+    """Return the ids of the objects that `find()` lists. See `tracked`."""
     held: list[T] = []
-    found: set[object] = set(chain(*_around(held, find, map(identity, iter(held)))))
-    return found - {None}  # type: ignore[return-value]
+    found = list(chain(*_around(held, find, map(_turned, iter(held)))))[1:-1]
+    return {(number << 4 & _MASK) | (number & _MASK) >> (_BITS - 4) for number in found}  # type: ignore[operator]
 
 
 def _around(

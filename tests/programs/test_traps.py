@@ -293,6 +293,8 @@ def test_autocast_around_a_program_that_casts_parameters_says_where_to_enter_it(
     assert program.replays > 2
 
 
+# torch makes its rules of forward derivatives with it, at the first use in a process.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
 def test_forward_derivatives_and_transforms_see_each_operator(x: torch.Tensor) -> None:
     def fn(x: torch.Tensor) -> torch.Tensor:
         return (x * 2).sin()

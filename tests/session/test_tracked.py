@@ -9,7 +9,7 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from distruntime.session.holders import identity, tracked, tracked_identities
+from distruntime.session.holders import tracked, tracked_ids
 
 
 class Thing:
@@ -35,7 +35,7 @@ def test_it_finds_what_is_there() -> None:
     found = tracked({Thing}, gc.get_objects)
     assert set(map(id, found)) == set(map(id, things))
     assert all(type(one) is Thing for one in found)
-    assert {*map(identity, things), identity(things)} <= tracked_identities(gc.get_objects)
+    assert {*map(id, things), id(things)} <= tracked_ids(gc.get_objects)
     assert tracked({Thing}, partial(gc.get_referrers, Thing)) == found
 
 
@@ -43,7 +43,7 @@ def test_it_takes_a_generation() -> None:
     gc.collect()
     thing = Thing()
     assert tracked({Thing}, partial(gc.get_objects, 0)) == [thing]
-    assert identity(thing) in tracked_identities(partial(gc.get_objects, 0))
+    assert id(thing) in tracked_ids(partial(gc.get_objects, 0))
     gc.collect(0)
     assert tracked({Thing}, partial(gc.get_objects, 0)) == []
 
@@ -77,7 +77,7 @@ def test_a_tuple_that_is_being_built_is_not_held() -> None:
                 break
             built.clear()
             tracked({Thing}, gc.get_objects)
-            tracked_identities(gc.get_objects)
+            tracked_ids(gc.get_objects)
             tracked({Thing}, partial(gc.get_referrers, Thing))
     finally:
         sys.setswitchinterval(interval)

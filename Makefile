@@ -15,7 +15,7 @@
 #   make torch-tests  PyTorch's own tests on remote tensors and in dr.spmd, a sample of them: some 20 minutes
 #   make examples  every example, with those that take long
 #   make piece    a piece of the lanes that take long, another one at each commit
-#   make lanes    all of these that check, one after the other, with a line for each: many hours
+#   make lanes    all of these that check, with a line for each: some three hours, or two with AT_ONCE=2
 #   make long     what takes hours: every dtype of op_db, its wrong inputs, every architecture of transformers, an hour of fuzzing, 200 faults, half an hour
 #                 of soak, 24,000 random programs, 200 random programs of dr.program, 60 mistakes that the suite must notice
 # PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" takes torch's CPU build (0.2 GB instead of 3 GB with CUDA).
@@ -109,16 +109,24 @@ bench-quick: .venv/.tests
 piece: .venv/.tests
 	$(BIN)/python .ci/pieces.py $(ARGS)
 
-# It goes on behind a lane that fails, and fails at the end. ARGS="docs accelerator" runs some of them.
-LANES = $(or $(ARGS),check docs test-all test-machines cluster accelerator gpu-simulated examples bench-quick ecosystem torch-tests long)
+# One lot of each part of `make long`, another one at each commit.
+long-lots: .venv/.tests
+	$(BIN)/python .ci/pieces.py programs op-db-dtypes transformers long-tests mutants wrong-inputs hostile cluster-chaos \
+		recorded compiled accelerator-programs
+
+# It goes on behind a lane that fails, and fails at the end. ARGS="docs long" runs these two. The lane of the clusters
+# waits for most of its time, so AT_ONCE=2 runs others beside it. `make test-all` has the examples.
+LANES = $(or $(ARGS),cluster check docs test-all test-machines accelerator gpu-simulated bench-quick ecosystem torch-tests long-lots)
+AT_ONCE := 1
 
 lanes:
-	@mkdir -p build/lanes; failed=0; \
-	for lane in $(LANES); do \
-		began=$$(date +%s); \
-		if $(MAKE) --no-print-directory $$lane ARGS= > build/lanes/$$lane.txt 2>&1; then told=green; else told=RED; failed=1; fi; \
-		echo "$$lane: $$told on $$(git rev-parse --short HEAD) in $$(($$(date +%s) - began)) s, see build/lanes/$$lane.txt"; \
-	done; exit $$failed
+	@mkdir -p build/lanes; printf '%s\n' $(LANES) | xargs -P $(AT_ONCE) -I {} $(MAKE) --no-print-directory lane LANE={}
+
+lane:
+	@began=$$(date +%s); told=RED; \
+	$(MAKE) --no-print-directory $(LANE) ARGS= > build/lanes/$(LANE).txt 2>&1 && told=green; \
+	echo "$(LANE): $$told on $$(git rev-parse --short HEAD) in $$(($$(date +%s) - began)) s, see build/lanes/$(LANE).txt"; \
+	test $$told = green
 
 accelerator: .venv/.tests
 	$(KEPT) $(BIN)/python tests/accelerator/run.py $(ARGS)
@@ -183,4 +191,4 @@ torch-tests: .venv/.torch-tests
 	@touch $@
 
 .PHONY: demo test test-all check rooms docs bench bench-quick examples gpu gpu-simulated accelerator ecosystem ecosystem-some
-.PHONY: scripts torch-tests long lanes piece test-machines cluster
+.PHONY: scripts torch-tests long long-lots lanes lane piece test-machines cluster

@@ -100,6 +100,7 @@ PIECES = (
         "tests/long/test_chaos.py", "tests/long/test_storm.py -k '0 or 1'",
         "tests/long/test_examples_of_four.py", "tests/long/test_million_operations.py",
     )),
+    Piece("mutants", "python tests/long/mutants.py --part {lot}", _parts(6)),
     Piece("wrong-inputs", "python tests/long/{lot}.py", ("error_inputs", "mistakes")),
     Piece("hostile", "{lot}", (
         "python tests/long/fuzz_hour.py 120 1",

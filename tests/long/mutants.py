@@ -1,9 +1,9 @@
 """Sixty small mistakes in the code. `make test` notices those that have a test beside them.
 
-    PYTHONPATH=tests/help python tests/long/mutants.py [--only NAME ...] [--jobs N] [--all]
+    PYTHONPATH=tests/help python tests/long/mutants.py [--only NAME ...] [--part K/N] [--jobs N] [--all]
 
 Each mistake is put into a copy of the tree, and the test files run there that somebody who knows the room
-would look into, as `make test` selects them. `--only` runs those with a word in their names. `--all` runs all
+would look into, as `make test` selects them. `--only` runs those with a word in their names, `--part 1/4` each fourth of them. `--all` runs all
 of `make test` for what the named files have not noticed: that takes as long as `make test` for each. The exit
 code is 1 if a mistake is not noticed any more that a test is named for. A change of the suite may lose none.
 
@@ -535,10 +535,13 @@ def main() -> int:
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="NAME", help="those with this in their names"
     )
+    parser.add_argument("--part", default="1/1", metavar="K/N", help="each Nth of them, from the Kth on")
     parser.add_argument("--jobs", type=int, default=2, help="so many at the same time")
     parser.add_argument("--all", action="store_true", help="run all of `make test` for those that live on")
     given = parser.parse_args()
     chosen = [m for m in MUTANTS if not given.only or any(word in m.name for word in given.only)]
+    part, parts = map(int, given.part.split("/"))
+    chosen = chosen[part - 1 :: parts]
     tests: dict[str, str] = {}
     print(f"{len(chosen)} mutants, {given.jobs} at a time", flush=True)
     _told(tried(chosen, jobs=given.jobs), tests)

@@ -3,9 +3,10 @@
     PYTHONPATH=tests/help python tests/long/mutants.py [--only NAME ...] [--part K/N] [--jobs N] [--all]
 
 Each mistake is put into a copy of the tree, and the test files run there that somebody who knows the room
-would look into, as `make test` selects them. `--only` runs those with a word in their names, `--part 1/4` each fourth of them. `--all` runs all
-of `make test` for what the named files have not noticed: that takes as long as `make test` for each. The exit
-code is 1 if a mistake is not noticed any more that a test is named for. A change of the suite may lose none.
+would look into, as `make test` selects them. `--only` runs those with a word in their names, `--part 1/4`
+each fourth of them. `--all` runs all of `make test` for what the named files have not noticed: that takes
+as long as `make test` for each. The exit code is 1 if a mistake is not noticed any more that a test is
+named for. A change of the suite may lose none.
 
 A mistake of another kind is welcome. One whose line is gone is reported as such: give it another line.
 """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 
 import torch
 import torch.nn.functional as F
@@ -37,11 +38,13 @@ def calls(device: str) -> Calls:
     mask = torch.ones(8, 16, dtype=torch.bool, device=device)
     norm, linear = torch.nn.LayerNorm(16).to(device), torch.nn.Linear(16, 16).to(device)
     row, weight, sequence = b.detach(), w.detach(), ones(2, 8, 16)
-    many = [ones(4) for _ in range(8)]
+    many, number = [ones(4) for _ in range(8)], count()
     # A module and a node of autograd cost here, too, what they cost a local tensor.
     return {
         "x * 2.0": (_ONE, lambda: x * 2.0),
         "x > 0": (_ONE, lambda: x > 0),
+        "x * k, k counts": (_ONE, lambda: x * next(number)),
+        "i == k, k counts": (_ONE, lambda: i == next(number)),
         "x.sum()": (_ONE, lambda: x.sum()),
         "x.softmax(-1)": (_ONE, lambda: x.softmax(-1)),
         "x.clone()": (_ONE, lambda: x.clone()),
@@ -87,6 +90,7 @@ def calls(device: str) -> Calls:
         "F.linear of 3 dimensions, no_grad": (_SEVERAL, still(lambda: F.linear(sequence, weight, row))),
         "torch.zeros(8)": (_SEVERAL, lambda: torch.zeros(8, device=device)),
         "torch.full((), 2.0)": (_SEVERAL, lambda: torch.full((), 2.0, device=device)),
+        "torch.full((8,), k), k counts": (_SEVERAL, lambda: torch.full((8,), next(number), device=device)),
         "torch.arange(8)": (_SEVERAL, lambda: torch.arange(8, device=device)),
         "torch.randn(8)": (_SEVERAL, lambda: torch.randn(8, device=device)),
         "torch.empty(8)": (_SEVERAL, lambda: torch.empty(8, device=device)),
@@ -109,7 +113,7 @@ def _cost(call: Callable[[], object], count: int) -> float:
 def measure(quick: bool) -> list[Figure]:
     """Return a figure for each kind of call; one worker, started here."""
     # The two take turns every fraction of a millisecond: a core's neighbour changes its speed by the half.
-    count, rounds = 25, 12 if quick else 60
+    each, rounds = 25, 12 if quick else 60
     with dr.init_master_worker(world_size=1, quiet=True):
         here, there = calls("cpu"), calls("remote")
         x, y = torch.ones(8, 16, device="remote"), torch.ones(8, 16, device="remote")
@@ -122,8 +126,8 @@ def measure(quick: bool) -> list[Figure]:
             for known in (call, here[name][1], addition):
                 _cost(known, 10)
             dr.synchronize()
-            ratio, ours, one = in_turn(partial(_one, call, count), partial(_cost, addition, count), rounds)
-            local = min(_cost(here[name][1], count) for _ in range(rounds))
+            ratio, ours, one = in_turn(partial(_one, call, each), partial(_cost, addition, each), rounds)
+            local = min(_cost(here[name][1], each) for _ in range(rounds))
             note = f"{ours * 1e6:.1f} us, x + y {one * 1e6:.1f} us, local {local * 1e6:.1f} us"
             figures.append(Figure(f"{name} / x + y", ratio, "x", bar, note))
     return figures

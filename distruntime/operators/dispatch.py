@@ -26,6 +26,7 @@ from .proxies import AUTOCAST, DETACH, HUGE, wrap, wrap_all
 from .signatures import Entry, Multiple, count_unreturned, count_written, emit, versions
 from .special import SPECIAL
 from .transfer import upload_small
+from .whole_numbers import NUMERIC, learn, takes
 
 _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
@@ -127,6 +128,9 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
                 key.append(tuple(a))
             else:
                 place = _scan(cls, a, key, words, place)
+        elif kind is int and (learn(func) if (known := NUMERIC.get(key[0])) is None else known):
+            key.append(int)
+            words.append(a)
         else:
             # 1 == True in Python, so the kind is in the key too.
             key.append(kind)
@@ -134,7 +138,11 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
     if kwargs:
         for name, a in kwargs.items():
             key.append(name)
-            place = _scan(cls, a, key, words, place)
+            if type(a) is int and takes(func):
+                key.append(int)
+                words.append(a)
+            else:
+                place = _scan(cls, a, key, words, place)
     signature = tuple(key)
     try:
         entry: Entry | None = place.cache.get(signature)
@@ -282,7 +290,9 @@ def create(cls: type, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> An
         else:
             # 2 == 2.0 in Python, and `arange` gives another dtype for each.
             key.append(kind)
-            if kind is not float:
+            if kind is int and (learn(func) if (known := NUMERIC.get(key[0])) is None else known):
+                words.append(a)
+            elif kind is not float:
                 key.append(a)
             else:
                 words.append(a)

@@ -22,6 +22,7 @@ from ..wire.codec import KIN, OPERAND, pack_constant
 from .alias_info import tensors_of
 from .propagate import New, Outcome, Result, Same
 from .proxies import reshape_wrapper, wrap, wrap_view
+from .whole_numbers import takes
 
 _inference = torch.is_inference_mode_enabled
 # Below this key nothing is a view to autograd. torch excludes it in what Python dispatch runs.
@@ -57,12 +58,15 @@ class Call:
     line: Line
 
 
-def pattern(value: Any, cls: Any, words: list[object]) -> object:
-    """Return an argument's part of a template, appending its operand words."""
+def pattern(value: Any, cls: Any, words: list[object], numeric: bool = False) -> object:
+    """Return an argument's part of a template, appending its operand words.
+
+    `numeric` says that a whole number is one of them, as a fraction is.
+    """
     if isinstance(value, cls):
         words.append(value._handle.ref)
         return OPERAND
-    if type(value) is float:
+    if type(value) is float or (numeric and type(value) is int):
         words.append(value)
         return ["number"]
     if isinstance(value, (list, tuple)):
@@ -121,8 +125,9 @@ def template(
     call.
     """
     words: list[object] = []
-    packed_args = [pattern(a, cls, words) for a in args]
-    packed_kwargs = {k: pattern(a, cls, words) for k, a in kwargs.items()}
+    numeric = func is not None and takes(func)
+    packed_args = [pattern(a, cls, words, numeric) for a in args]
+    packed_kwargs = {k: pattern(a, cls, words, numeric) for k, a in kwargs.items()}
     if func is not None:
         schema = func._schema
         name = f"{schema.name}.{schema.overload_name or 'default'}"

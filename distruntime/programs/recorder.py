@@ -195,7 +195,7 @@ class _Recorder:
         found = self.found
         if not is_ref:
             assert isinstance(value, (int, float))
-            found.floats.append(float(value))
+            found.floats.append(value)
             return FLOAT, len(found.floats) - 1
         assert isinstance(value, int)
         if value in found.made:

@@ -19,7 +19,7 @@ Plain: TypeAlias = "bool | int | float | str | bytes | list[Plain] | dict[str, P
 T_co = TypeVar("T_co", covariant=True)
 
 # A segment may hold these words where an instruction starts. A negative word frees the ref of that number. A
-# word from FIRST_TEMPLATE on is a template; the words of its operands (refs, floats) and the refs of its
+# word from FIRST_TEMPLATE on is a template; the words of its operands (refs, numbers) and the refs of its
 # results follow.
 
 # The words are CHECK, number, [spec, ...], then an instruction. The worker runs it, and reports in `Done`

@@ -14,10 +14,26 @@ from distruntime.session.session import Session
 aten = torch.ops.aten
 
 
-def plain(value: Any) -> tuple[list[Any], list[Any]]:
+# Their whole numbers are values, as fractions are.
+NUMERIC = (
+    "add",
+    "mul",
+    "gt",
+    "clamp",
+    "full_like",
+    "masked_fill",
+    "floor_divide",
+    "_foreach_add",
+    "_foreach_mul",
+)
+
+
+def plain(value: Any, numeric: bool = False) -> tuple[list[Any], list[Any]]:
     """Return an argument's part of the signature, and its operand words: what `dispatch` and `_scan` do in
     one pass.
     """
+    if numeric and type(value) is int:
+        return [int], [value]
     if isinstance(value, dr.DistributedTensor):
         return [value._handle.spec], [value._handle.ref]
     if type(value) is float:
@@ -33,14 +49,15 @@ def plain(value: Any) -> tuple[list[Any], list[Any]]:
 def plain_call(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]]:
     """Return the signature of a call and its operand words."""
     key, words = [id(func)], []
+    numeric = func._schema.name.partition("::")[2] in NUMERIC
     for value in args:
-        part, operands = plain(value)
+        part, operands = plain(value, numeric)
         # Among the arguments themselves a list of something else than integers starts with its length, as
         # anywhere.
         key += part
         words += operands
     for name, value in kwargs.items():
-        part, operands = plain(value)
+        part, operands = plain(value, numeric)
         key += [name, *part]
         words += operands
     return tuple(key), words
@@ -55,6 +72,13 @@ def _calls(x: Any, y: Any) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         (aten.add.Tensor, (x, True), {}),
         (aten.add.Tensor, (x, 1), {}),
         (aten.mul.Tensor, (x, -0.0), {}),
+        (aten.mul.Tensor, (x, -7), {}),
+        (aten.clamp.default, (x, None, 3), {}),
+        (aten.masked_fill.Scalar, (x, aten.gt.Scalar(x, -1), 9), {}),
+        (aten.floor_divide.default, (x, 2), {}),
+        (aten.full_like.default, (x, 1 << 40), {}),
+        (aten.pow.Tensor_Scalar, (x, 2), {}),
+        (aten.index_fill.int_Scalar, (x, 0, aten.gt.Scalar(x[0], 9).nonzero()[:, 0], 4), {}),
         (aten.view.default, (x, [9]), {}),
         (aten.sum.dim_IntList, (x, [0, 1], True), {}),
         (aten.sum.dim_IntList, (x, [0]), {"dtype": torch.float64}),
@@ -81,7 +105,7 @@ def _calls(x: Any, y: Any) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     ]
 
 
-@pytest.mark.parametrize("number", range(25))
+@pytest.mark.parametrize("number", range(32))
 def test_signature_and_instruction(session: Session, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     x, y = torch.randn(3, 3, device="remote"), torch.randn(3, 3, device="remote")
     func, args, kwargs = _calls(x, y)[number]
@@ -108,7 +132,7 @@ def test_signature_and_instruction(session: Session, monkeypatch: pytest.MonkeyP
         node.flush()
         node.enough = 1 << 30
         out = func(*args, **kwargs)
-        log = [word for word in node.words if not (isinstance(word, int) and word < 0)]  # without frees
+        log = [word for word in node.words if word in words or not (isinstance(word, int) and word < 0)]
         node.enough = 0
     results = out if isinstance(out, (list, tuple)) else [out]
     made = [r for r in results if r is not None]
@@ -170,7 +194,8 @@ def test_a_factory_is_one_instruction(session: Session, number: int) -> None:
         out = func(*args, **kwargs, device=residence.device)
         log = [word for word in node.words if not (isinstance(word, int) and word < 0)]
         node.enough = 0
-    numbers = [a for a in args if type(a) is float]
+    whole = int if func._schema.name == "aten::full" else float
+    numbers = [a for a in args if type(a) in (float, whole)]
     assert log[1:] == [*numbers, out._handle.ref] and isinstance(log[0], int)
     assert (first.shape, first.stride(), first.dtype) == (local.shape, local.stride(), local.dtype)
     assert (out.shape, out.stride(), out.dtype) == (local.shape, local.stride(), local.dtype)

@@ -47,13 +47,24 @@ def works() -> bool:
     return bool((torch.ones(3, device=dr.place(0, "cpu")) + 1).sum().item() == 6.0)
 
 
+def why(value: torch.Tensor) -> str:
+    """Return why a value is not there.
+
+    A read that comes while the stream gets there needs a thread itself, and is tried again.
+    """
+    for _ in range(100):
+        with pytest.raises(RuntimeError, match=WORDS.format("(?:stream-1|sends-parts)")) as raised:
+            value.cpu()
+        if "(sends-parts)" not in str(raised.value):
+            break
+    return str(raised.value)
+
+
 def test_a_stream_without_a_thread_fails_alone(without_threads: None) -> None:
     kept = torch.ones(3, device=dr.place(0, "cpu"))
     with dr.stream(dr.Stream(0, "cpu")):
         for _ in range(2):
-            made = kept * 2
-            with pytest.raises(RuntimeError, match=WORDS.format("stream-1")):
-                made.cpu()
+            assert "(stream-1)" in why(kept * 2)
     # What another stream has to wait for is there, and so is the value.
     assert works() and kept.sum().item() == 3.0
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -331,6 +332,9 @@ def main(arguments: Sequence[str], logs: Path = ROOT / "build" / "box") -> int:
     if why := hosts.unavailable():
         print(f"{CANNOT}{why}")
         return 0
+    # A shell's job in the background ignores Ctrl-C, and so would the programs that it starts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if options.chaos:
         return chaos.chaos(options.chaos, options.seed, logs / "chaos")
     if options.soak:

@@ -26,7 +26,7 @@ from .proxies import AUTOCAST, DETACH, HUGE, wrap, wrap_all
 from .signatures import Entry, Multiple, count_unreturned, count_written, emit, versions
 from .special import SPECIAL
 from .transfer import upload_small
-from .whole_numbers import NUMERIC, learn, takes
+from .whole_numbers import EXACT, NUMERIC, learn, takes
 
 _make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
@@ -108,7 +108,8 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
             plain = not (given.requires_grad or given._is_view())
             return given if plain and type(_current_node()) is _LEAF else wrap(cls, given._handle)
     # An OpOverload's own hash is a Python function. The entry keeps `func` alive, so the id stays its own.
-    key: list[Any] = [id(func)]
+    number = id(func)
+    key: list[Any] = [number]
     words: list[object] = [0]
     place: Any = None
     for a in args:
@@ -128,7 +129,7 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
                 key.append(tuple(a))
             else:
                 place = _scan(cls, a, key, words, place)
-        elif kind is int and (learn(func) if (known := NUMERIC.get(key[0])) is None else known):
+        elif kind is int and number not in EXACT and (number in NUMERIC or learn(func)):
             key.append(int)
             words.append(a)
         else:
@@ -281,7 +282,8 @@ def create(cls: type, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> An
 
     Its device is in `kwargs`.
     """
-    key: list[Any] = [id(func)]
+    number = id(func)
+    key: list[Any] = [number]
     words: list[object] = [0]
     for a in args:
         kind = type(a)
@@ -290,7 +292,7 @@ def create(cls: type, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> An
         else:
             # 2 == 2.0 in Python, and `arange` gives another dtype for each.
             key.append(kind)
-            if kind is int and (learn(func) if (known := NUMERIC.get(key[0])) is None else known):
+            if kind is int and number not in EXACT and (number in NUMERIC or learn(func)):
                 words.append(a)
             elif kind is not float:
                 key.append(a)

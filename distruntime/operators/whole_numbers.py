@@ -16,10 +16,11 @@ EXACT: set[int] = set()
 
 # An id stays its operator's own as long as that lives.
 _learned: list[torch._ops.OpOverload] = []
-# These have no tag of torch's that says so.
+# These have no tag of torch's that says so. Products have such numbers in `alpha` and `beta`.
 _POINTWISE = (
     *("floor_divide", "floor_divide_", "where", "masked_fill_"),
     *("fill", "fill_", "full", "full_like", "new_full", "scalar_tensor"),
+    *("addmm", "addmm_", "addmv", "addmv_", "addbmm", "addbmm_", "baddbmm", "baddbmm_", "addr", "addr_"),
 )
 # A negative power of whole numbers is a mistake that is told at its line.
 _TOLD = ("pow", "pow_")

@@ -18,6 +18,7 @@ aten = torch.ops.aten
 NUMERIC = (
     "add",
     "mul",
+    "addmm",
     "gt",
     "clamp",
     "full_like",

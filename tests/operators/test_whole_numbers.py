@@ -24,6 +24,7 @@ CALLS: dict[str, Callable[[Any, int], Any]] = {
     "x == k": lambda x, k: x == k,
     "x > k": lambda x, k: x > k,
     "add alpha": lambda x, k: torch.add(x, x, alpha=k),
+    "addmm alpha": lambda x, k: torch.addmm(x[:4].view(2, 2), x[:4].view(2, 2), x[1:].view(2, 2), alpha=k),
     "addcmul value": lambda x, k: torch.addcmul(x, x, x, value=k),
     "masked_fill": lambda x, k: x.masked_fill(x > 1, k),
     "masked_fill_": lambda x, k: x.clone().masked_fill_(x > 1, k),

@@ -36,6 +36,9 @@ _COPY = torch.ops.aten.copy_.default
 _getframe = sys._getframe
 
 
+_WHOLE_NUMBERS = {int}
+
+
 def _scan(cls: type, value: Any, key: list[Any], words: list[object], place: Any) -> Any:
     """Add one argument to the signature that is a list, or stands in the keyword arguments.
 
@@ -53,7 +56,8 @@ def _scan(cls: type, value: Any, key: list[Any], words: list[object], place: Any
         key.append(float)
         words.append(value)
     elif kind is list or kind is tuple:
-        if value and type(value[0]) is int:
+        # An operator of lists may have a number for each tensor: [1, 0.5]. There 1.0 is no 1.
+        if {*map(type, value)} == _WHOLE_NUMBERS:
             key.append(tuple(value))
         else:
             key.append(len(value))
@@ -125,7 +129,8 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
             key.append(float)
             words.append(a)
         elif kind is list or kind is tuple:
-            if a and type(a[0]) is int:
+            # Beside one tensor they are sizes, dimensions and the like. `_scan` looks at each number.
+            if a and type(a[0]) is int and type(args[0]) is cls:
                 key.append(tuple(a))
             else:
                 place = _scan(cls, a, key, words, place)

@@ -65,6 +65,14 @@ def _generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generato
     return None
 
 
+def _complex(values: Sequence[Any]) -> bool:
+    """Whether there are complex numbers among the arguments, or in their lists."""
+    return any(
+        isinstance(a, complex) or (isinstance(a, (list, tuple)) and any(type(item) is complex for item in a))
+        for a in values
+    )
+
+
 def _vary(values: Sequence[Any]) -> bool:
     """Whether numbers among the arguments differ from member to member."""
     return any(
@@ -198,7 +206,7 @@ def _issue_new(call: Call, outcome: Outcome) -> Any:
         entry = entry_for(func, cls, args, number, outcome)
         fresh = [r for r in _flat(outcome.results) if isinstance(r, New)]
         # The keys -0j and 0j are one, so complex numbers are not remembered.
-        if call.signature is not None and not any(isinstance(a, complex) for a in args):
+        if call.signature is not None and not _complex((*args, *kwargs.values())):
             if len(place.signatures) >= _MOST_SIGNATURES:
                 place.signatures.clear()
             if fresh and all(r.alias is None for r in fresh):

@@ -13,6 +13,7 @@ from agree import REMOTE
 from distruntime.log.spec import spec_of
 from distruntime.operators import propagate
 from distruntime.operators.alias_info import tensors_of
+from distruntime.session.session import Session
 
 FOREACH = torch.ops.aten
 
@@ -105,3 +106,30 @@ def test_a_program_may_take_a_tensor_without_rows() -> None:
     for _ in range(4):
         y = f(empty, y)
     assert y.tolist() == [4.0, 4.0, 4.0]
+
+
+@pytest.mark.parametrize("first", [1, True])
+def test_numbers_of_several_types_stay_what_they_are(session: Session, first: int) -> None:
+    lists = [[1, 2.5], [1, 3.5], [1, 2], [1, 2.0], [first, 2], [2.5, 1], [1, 0.5j], [1, -0.0], [1, 0]]
+    for _ in range(3):
+        for numbers in lists:
+            for op in (torch._foreach_mul, torch._foreach_add):
+                remote = op([torch.arange(3, device="remote"), torch.ones(2, device="remote")], numbers)
+                local = op([torch.arange(3), torch.ones(2)], numbers)
+                for a, b in zip(remote, local):
+                    assert a.dtype == b.dtype and torch.equal(a.cpu(), b), (op, numbers)
+        dr.synchronize()
+
+
+def test_complex_numbers_with_other_signs_of_zero_are_told_apart(session: Session) -> None:
+    for place in ("cpu", REMOTE):
+        x = torch.ones(2, dtype=torch.complex64, device=place)
+        zero = torch.zeros(2, dtype=torch.complex64, device=place)
+        signs = []
+        for factor in (complex(-1, 0.0), complex(-1, -0.0)) * 3:
+            results = [torch.add(zero, x, alpha=factor), *torch._foreach_mul([x, x], [factor, 1.0])]
+            dr.synchronize()
+            signs.append([torch.view_as_real(r).signbit().tolist() for r in results])
+        if place == "cpu":
+            wanted = signs
+    assert signs == wanted

@@ -40,7 +40,7 @@ def plain(value: Any, numeric: bool = False) -> tuple[list[Any], list[Any]]:
     if type(value) is float:
         return [float], [value]
     if isinstance(value, (list, tuple)):
-        if value and type(value[0]) is int:
+        if value and all(type(item) is int for item in value):
             return [tuple(value)], []
         parts = [plain(item) for item in value]
         return [len(value), *(k for key, _ in parts for k in key)], [w for _, words in parts for w in words]
@@ -94,6 +94,8 @@ def _calls(x: Any, y: Any) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         (aten.addmm.default, (x, x, y), {"beta": 0.5, "alpha": 2}),
         (aten.topk.default, (x, 2), {}),
         (aten._foreach_mul.Scalar, ([x, y, x], 2.0), {}),
+        (aten._foreach_mul.ScalarList, ([x, y], [1, 2.5]), {}),
+        (aten._foreach_mul.ScalarList, ([x, y], [1, 2]), {}),
         (aten.split.Tensor, (x, 1, 1), {}),
         (aten.unbind.int, (x,), {}),
         (aten.native_layer_norm.default, (x, [3], y[0], None, 1e-5), {}),
@@ -106,7 +108,7 @@ def _calls(x: Any, y: Any) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     ]
 
 
-@pytest.mark.parametrize("number", range(32))
+@pytest.mark.parametrize("number", range(34))
 def test_signature_and_instruction(session: Session, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     x, y = torch.randn(3, 3, device="remote"), torch.randn(3, 3, device="remote")
     func, args, kwargs = _calls(x, y)[number]

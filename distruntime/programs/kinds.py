@@ -48,6 +48,9 @@ def signature_of(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[l
                 key.append((first, _first_name(leaves, handle.ref)))
         elif type(leaf) is float:
             key.append(float)
+        elif type(leaf) is complex:
+            # 0j and -0j are equal in Python, and NaN is not equal to itself.
+            key += (complex, repr(leaf))
         elif isinstance(leaf, PLAIN):
             key += (type(leaf), leaf)
         elif isinstance(leaf, torch.Tensor):

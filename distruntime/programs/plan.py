@@ -253,7 +253,7 @@ class Plan:
     def _called_otherwise(self, leaves: Sequence[object]) -> str:
         """Say what is different in how it is called, or return nothing."""
         for k, value in self._fixed_floats.items():
-            if leaves[k] != value:
+            if not same(leaves[k], value):
                 return f"argument {k} was {value!r}, and is {leaves[k]!r} now"
         for k, handle in self._pinned:
             if _handle(leaves[k]) is not handle:

@@ -239,3 +239,18 @@ def test_random_functions_of_floats_are_equal_to_the_plain_ones(session: object,
 def test_many_random_functions_of_floats_are_equal_to_the_plain_ones(session: object) -> None:
     for seed in range(1000, 1600):
         compare_numbers(seed, 24)
+
+
+@pytest.mark.parametrize("zero", [0.0, 0j])
+def test_zeros_of_other_signs_are_other_numbers(x: torch.Tensor, zero: complex) -> None:
+    @dr.program
+    def f(y: torch.Tensor, value: complex) -> tuple[torch.Tensor, torch.Tensor]:
+        return y + value, torch.full((2,), value, device=REMOTE)
+
+    zeros = torch.full((3,), -0.0, device=REMOTE, dtype=torch.complex64 if type(zero) is complex else None)
+    for value in [zero, zero, zero, -zero, -zero, zero, -zero, zero]:
+        assert [repr(r.cpu()) for r in f(zeros, value)] == [
+            repr(zeros.cpu() + value),
+            repr(torch.full((2,), value)),
+        ]
+    assert f.replays

@@ -21,20 +21,18 @@ from typing import NoReturn
 import torch
 
 from ..errors import NotSupportedError, of_caller, without_our_frames
-from ..log.handle import Residence, new_value
+from ..log.handle import Residence
 from ..log.log import relieve
-from ..log.spec import spec
 from ..operators.alias_info import Operator
 from ..operators.ask_worker import unanswered
 from ..operators.new_calls import draws
-from ..operators.proxies import wrap
 from ..session.session import active_session, session_of_log
 from ..session.spelling import indexed, is_remote
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor, saving
-from ..tensors.worker_functions import issue_function
 from ..wire.shield import shield
 from .on_import import when_imported
+from .random import exchange_rng_state
 
 _Own = torch._C.Generator
 # torch seeds a new generator so.
@@ -158,13 +156,13 @@ class RemoteGenerator(Generator):
         # Another thread that draws comes before or after.
         # Ctrl-C waits until the place draws from its own state again.
         with shield, place.node.lock:
-            own = self._exchange(self._state)
+            own = exchange_rng_state(self._state, self._home)
             unanswered.now = True
             try:
                 return func(*args, **kwargs)
             finally:
                 unanswered.now = False
-                self._state = self._exchange(own)
+                self._state = exchange_rng_state(own, self._home)
 
     def _draw_into(
         self, func: Operator, args: Sequence[object], kwargs: Mapping[str, object], place: Residence
@@ -185,14 +183,6 @@ class RemoteGenerator(Generator):
         if out.shape != drawn.shape:
             out.resize_(drawn.shape)
         return out.copy_(drawn)
-
-    def _exchange(self, state: DistributedTensor) -> DistributedTensor:
-        """Have the worker draw from `state` from now on; return the one that it drew from."""
-        home: Residence = state._handle.place
-        before = new_value(spec(tuple(state.shape), (1,), 0, torch.uint8), home)
-        issue_function(self._home.node, "exchange_rng_state", [self._home.lazy, state], fresh=before)
-        found: DistributedTensor = wrap(DistributedTensor, before)
-        return found
 
     def _require_unused(self) -> None:
         if not torch.equal(_Own.get_state(self), self._pristine):

@@ -8,8 +8,8 @@ generator of its own, so after one `manual_seed` all CPUs of the session draw th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -117,3 +117,23 @@ def set_rng_state(state: torch.Tensor, place: Residence) -> None:
         local = state.cpu()
         state = wrap(DistributedTensor, upload(local, place))
     issue_function(place.node, "set_rng_state", [place.lazy, state])
+
+
+def exchange_rng_state(state: DistributedTensor, place: Residence) -> DistributedTensor:
+    """Have a place draw from `state` from now on; return the state that it drew from. Return at once.
+
+    To the worker this is no seed: whoever exchanges gives the old state back.
+    """
+    before = new_value(spec(tuple(state.shape), (1,), 0, torch.uint8), state._handle.place)
+    issue_function(place.node, "exchange_rng_state", [place.lazy, state], fresh=before)
+    return wrap(DistributedTensor, before)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def drawing_from(state: DistributedTensor, place: Residence) -> Iterator[None]:
+    """Let a place draw from `state` in the block, and then go on as if it had not drawn."""
+    before = exchange_rng_state(state, place)
+    try:
+        yield
+    finally:
+        exchange_rng_state(before, place)

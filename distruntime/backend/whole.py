@@ -7,10 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import FunctionCtx
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ..errors import drop_frames
+from ..errors import NotSupportedError, drop_frames
 from ..log.handle import Handle, Residence, new_value
 from ..log.issue import issue
 from ..log.line import user_line
@@ -26,6 +27,7 @@ from ..operators.special import claimed
 from ..operators.transfer import upload
 from ..session.stalls import before_wait
 from ..tensors.tensor import DistributedTensor
+from .random import drawing_from, get_rng_state
 
 _aten = torch.ops.aten
 # torch calls each kernel with the arguments of its own operator, which no one type says.
@@ -45,7 +47,7 @@ def recurrent(op: Operator) -> Kernel:
         tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         proxies = [t for t in tensors if type(t) is DistributedTensor]
         place = common_place(DistributedTensor, op, args, kwargs)
-        sizes = args[1]
+        given, sizes = args, args[1]
         if op._overloadname == "data" and not isinstance(sizes, DistributedTensor):
             # The batch sizes of a packed sequence stay on the CPU in torch, so they are sent along.
             assert isinstance(sizes, torch.Tensor)
@@ -53,8 +55,8 @@ def recurrent(op: Operator) -> Kernel:
             args = (args[0], sent, *args[2:])
             proxies.append(sent)
         if len(proxies) != len(tensors):
-            # The formula raises torch's own error, which says what is mixed.
-            return op.decompose(*args, **kwargs)
+            # The formula raises torch's own error, which says what is mixed. Or they are a transform's.
+            return _by_formula(op, given, kwargs)
         return whole(op, args, kwargs, place)
 
     return run
@@ -108,7 +110,7 @@ def whole(op: Operator, args: Sequence[object], kwargs: dict[str, object], place
     tensors = [t for t in tree_flatten((list(args), kwargs))[0] if isinstance(t, torch.Tensor)]
     # Forward-mode derivatives need the formula.
     if torch.autograd.forward_ad._current_level >= 0:
-        return op.decompose(*args, **kwargs)
+        return _by_formula(op, args, kwargs)
     lower = _lower()
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
         with torch._C._AutoDispatchBelowAutograd():
@@ -119,6 +121,20 @@ def whole(op: Operator, args: Sequence[object], kwargs: dict[str, object], place
     else:
         out = _Whole.apply(op, _rebuilder(args, kwargs), place, lower, *tensors)  # type: ignore[no-untyped-call]
     return out[0] if len(op._schema.returns) == 1 else tuple(out)
+
+
+def _by_formula(op: Operator, args: Sequence[object], kwargs: dict[str, object]) -> object:
+    """Compute a composite by torch's formula.
+
+    `decompose` takes the one in Python, which `vmap` can take apart. It leaves out the dropout of recurrent
+    layers (torch 2.13), so these take the one in C++.
+    """
+    if op is ATTENTION or not _draws(op, args):
+        return op.decompose(*args, **kwargs)
+    if op._overloadname == "data" and isinstance(args[1], DistributedTensor):
+        # It reads the batch sizes in the memory of this process.
+        args = (args[0], args[1].cpu(), *args[2:])
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def _call_of(
@@ -181,7 +197,7 @@ def _record(
     count = len(op._schema.returns) + 1
     handles = [new_value(s, place) for s in (*(specs or [PENDING] * (count - 1)), NO_TENSOR)]
     operands = [t._handle for t in tree_flatten((list(args), kwargs))[0] if type(t) is DistributedTensor]
-    random = any(a.name.startswith("dropout") and value for a, value in zip(op._schema.arguments, args))
+    random = _draws(op, args)
     with node.lock:
         number, words = template(None, DistributedTensor, packed, {}, [1] * count, node, name=function)
         words = [number, *words, *(h.ref for h in handles)]
@@ -197,6 +213,14 @@ def _record(
     for handle, described in zip(handles, found):
         handle.spec = described
     return handles
+
+
+def _draws(op: Operator, args: Sequence[object]) -> bool:
+    """Whether a composite draws random numbers: it has a dropout, and it trains."""
+    given = list(zip(op._schema.arguments, args))
+    return any(a.name.startswith("dropout") and value for a, value in given) and not any(
+        a.name == "train" and not value for a, value in given
+    )
 
 
 _Arguments = tuple[list[object], dict[str, object]]
@@ -235,6 +259,8 @@ class _Context(FunctionCtx):
     lower: torch.dtype | None
     wanted: list[bool]
     tape: Handle
+    # The place's random state before it drew, if it did.
+    drew_from: DistributedTensor | None
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[DistributedTensor, ...]
 
@@ -257,6 +283,7 @@ class _Whole(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.wanted = list(ctx.needs_input_grad[4:])
         args, kwargs = rebuild(tensors)
+        ctx.drew_from = get_rng_state(place) if _draws(op, args) else None
         handles = _record(op, args, kwargs, place, ctx.wanted, lower)
         ctx.tape = handles.pop()
         return tuple(wrap(DistributedTensor, h) for h in handles)
@@ -264,17 +291,20 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _Context, *grads: DistributedTensor | None) -> tuple[torch.Tensor | None, ...]:
         tensors = ctx.saved_tensors
-        # With create_graph the formula is differentiated, as the recorded backward has no graph here.
-        if torch.is_grad_enabled():
-            with torch.enable_grad(), _autocast(ctx.lower):
-                args, kwargs = ctx.rebuild(tensors)
-                out = ctx.op.decompose(*args, **kwargs)
-                assert isinstance(out, (torch.Tensor, tuple, list))
-            outs = [out] if isinstance(out, torch.Tensor) else list(out)
+        # With create_graph the formula is differentiated, as the recorded backward has no graph here. And
+        # `vmap` (`is_grads_batched`) goes over it with many gradients at once.
+        if torch.is_grad_enabled() or not all(
+            isinstance(g, DistributedTensor) for g in grads if g is not None
+        ):
+            outs = _computed_again(ctx, tensors)
             pairs = [(o, g) for o, g in zip(outs, grads) if g is not None]
             wanted = [t for t, want in zip(tensors, ctx.wanted) if want]
             found = torch.autograd.grad(
-                [o for o, _ in pairs], wanted, [g for _, g in pairs], create_graph=True, allow_unused=True
+                [o for o, _ in pairs],
+                wanted,
+                [g for _, g in pairs],
+                create_graph=torch.is_grad_enabled(),
+                allow_unused=True,
             )
             back = iter(found)
             return None, None, None, None, *(next(back) if want else None for want in ctx.wanted)
@@ -303,6 +333,22 @@ class _Whole(torch.autograd.Function):
             None,
             *(wrap(DistributedTensor, next(made)) if want else None for want in ctx.wanted),
         )
+
+
+def _computed_again(ctx: _Context, tensors: Sequence[DistributedTensor]) -> Sequence[torch.Tensor]:
+    """Return a composite's results by its formula, with a graph and the draws of the first time."""
+    if ctx.drew_from is not None and not ctx.place.has_cpu_kernels:
+        raise NotSupportedError(
+            f"{ctx.op}: the gradient of a gradient needs the same dropout again, and a fused kernel of "
+            f"{ctx.place.place} does not tell it, nor would torch's own there. Leave dropout out, or put "
+            "nn.Dropout between the layers"
+        )
+    drawing = nullcontext() if ctx.drew_from is None else drawing_from(ctx.drew_from, ctx.place)
+    # `vmap` would refuse the draws. None of these tensors is one of many.
+    with torch.enable_grad(), _autocast(ctx.lower), drawing, temporarily_clear_interpreter_stack():
+        out = _by_formula(ctx.op, *ctx.rebuild(tensors))
+    assert isinstance(out, (torch.Tensor, tuple, list))
+    return [out] if isinstance(out, torch.Tensor) else list(out)
 
 
 def _autocast(lower: torch.dtype | None) -> AbstractContextManager[object]:

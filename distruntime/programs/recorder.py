@@ -53,6 +53,8 @@ _REFUSED = {
 _FUNCTIONS = (
     *("distruntime::record", "distruntime::record_autocast", "distruntime::record_attention"),
     *("distruntime::replay_backward", "distruntime::resize_storage", "distruntime::exchange_rng_state"),
+    # A recurrent layer with dropout keeps the state that it draws from.
+    "distruntime::get_rng_state",
 )
 # These operators have an offset among their constants, which counts from the begin of a memory.
 _PLACED = ("aten::as_strided", "aten::set_")

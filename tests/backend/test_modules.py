@@ -313,6 +313,52 @@ def test_recurrent_modules_on_packed_sequences(device: str) -> Any:
 
 
 @agrees
+def test_a_gradient_of_a_gradient_knows_the_dropout_of_a_recurrent_layer(device: str) -> Any:
+    found = []
+    for kind in (nn.LSTM, nn.GRU, nn.RNN):
+        torch.manual_seed(0)
+        layer = kind(3, 4, num_layers=3, dropout=0.5).to(device)
+        x = tensor(device, 5, 2, 3, grad=True)
+        torch.manual_seed(1)
+        out = layer(x)[0]
+        (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        first.square().sum().backward()
+        # What is drawn next is what would have been drawn without it.
+        weights = [p.grad for p in layer.parameters()]
+        found += [out, first.clone(), x.grad, weights, torch.rand(3, device=device)]
+    return found
+
+
+def test_a_program_knows_it_too(session: object) -> None:
+    torch.manual_seed(0)
+    layer = nn.LSTM(3, 4, num_layers=2, dropout=0.5).to(REMOTE)
+
+    def penalty(x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().clone().requires_grad_()
+        (first,) = torch.autograd.grad(layer(x)[0].square().sum(), x, create_graph=True)
+        return first.square().sum().detach()
+
+    step = dr.program(penalty)
+    x = tensor(REMOTE, 5, 2, 3)
+    found = []
+    for run in (penalty, step):
+        torch.manual_seed(1)
+        found.append([run(x).item() for _ in range(5)])
+    assert found[0] == found[1] and len(set(found[0])) == 5 and step.replays
+
+
+@agrees
+def test_gradients_of_recurrent_layers_for_many_at_once(device: str) -> Any:
+    torch.manual_seed(0)
+    layer = nn.LSTM(3, 4, num_layers=2, dropout=0.5).to(device)
+    x = tensor(device, 5, 2, 3, grad=True)
+    torch.manual_seed(1)
+    total = layer(x)[0].sum((0, 1))
+    (batched,) = torch.autograd.grad(total, x, torch.eye(4, device=device), is_grads_batched=True)
+    return batched, torch.rand(3, device=device)
+
+
+@agrees
 def test_batch_norm_statistics(device: str) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.AdaptiveAvgPool2d(1)).to(

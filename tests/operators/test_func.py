@@ -98,6 +98,35 @@ def test_ensembles(device: str) -> Any:
 
 
 @agrees
+def test_transforms_of_recurrent_layers_have_their_dropout(device: str) -> Any:
+    """torch's formula in Python leaves it out (torch 2.13)."""
+    found, lengths = [], torch.tensor([5, 2])
+    for kind in (nn.LSTM, nn.GRU, nn.RNN):
+        torch.manual_seed(0)
+        layer = kind(3, 4, num_layers=3, dropout=0.5).to(device)
+        x, v = tensor(device, 5, 2, 3), tensor(device, 5, 2, 3, seed=1)
+
+        def loss(x: torch.Tensor, layer: Any = layer) -> torch.Tensor:
+            return layer(x)[0].square().sum()  # type: ignore[no-any-return]
+
+        def packed(x: torch.Tensor, layer: Any = layer) -> torch.Tensor:
+            return layer(nn.utils.rnn.pack_padded_sequence(x, lengths))[0].data  # type: ignore[no-any-return]
+
+        torch.manual_seed(1)
+        found += [func.grad(loss)(x), torch.rand(2, device=device)]
+        wanting = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(packed(wanting).square().sum(), wanting, create_graph=True)
+        first.square().sum().backward()
+        found += [first.clone(), wanting.grad]
+        if kind is not nn.LSTM:
+            # The kernel of a CPU for LSTMs has no forward mode.
+            with forward_ad.dual_level():
+                dual = layer(forward_ad.make_dual(x, v))[0]
+                found += [part.clone() for part in forward_ad.unpack_dual(dual)]
+    return found
+
+
+@agrees
 def test_functionalize(device: str) -> Any:
     def writes(x: torch.Tensor) -> torch.Tensor:
         y = x.clone()

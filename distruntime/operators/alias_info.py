@@ -84,7 +84,7 @@ def _declared(func: Operator) -> tuple[tuple[_Argument, ...], tuple[frozenset[st
     return arguments, results, undeclared
 
 
-def argument(func: Operator, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def argument_named(func: Operator, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return an argument of a call by its name in the schema; None if the call does not give it."""
     for given, declared in zip(args, _declared(func)[0]):
         if declared.name == name:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import NotSupportedError, is_of_handler
 from ..log.spec import Spec, spec_of
-from .alias_info import aliases, argument, tensors_of, writes_lists
+from .alias_info import aliases, argument_named, tensors_of, writes_lists
 from .rehearsal import refusal, rehearse
 from .result_sizes import kind_of, learn, predict
 
@@ -171,7 +171,7 @@ def propagate(
     name = func._schema.name
     if name in LIARS or (not cpu_kernels and name in LIARS_ON_GPUS):
         raise NeedsWorker
-    if name in _LIARS_IN_EVAL_MODE and not argument(func, "training", args, kwargs):
+    if name in _LIARS_IN_EVAL_MODE and not argument_named(func, "training", args, kwargs):
         raise NeedsWorker
     if name.startswith("aten::_nested"):
         raise NotSupportedError(

@@ -92,6 +92,7 @@ LIARS = {
     "aten::_native_batch_norm_legit_no_training": "shapes of the saved statistics",
     "aten::_embedding_bag": "shapes of the bookkeeping results",
     "aten::_embedding_bag_forward_only": "shapes of the bookkeeping results",
+    "aten::_native_multi_head_attention": "that there are no weights where none are needed",
     "aten::_grouped_mm": "takes bfloat16 only, in torch 2.13",
     "prims::signbit": "dtype",
 }

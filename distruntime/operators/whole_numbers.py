@@ -22,8 +22,9 @@ _POINTWISE = (
     *("fill", "fill_", "full", "full_like", "new_full", "scalar_tensor"),
     *("addmm", "addmm_", "addmv", "addmv_", "addbmm", "addbmm_", "baddbmm", "baddbmm_", "addr", "addr_"),
 )
-# A negative power of whole numbers is a mistake that is told at its line.
-_TOLD = ("pow", "pow_")
+# A negative power of whole numbers is a mistake that is told at its line. The power of one leaves truth
+# values as they are.
+_POWERS = ("pow", "pow_", "_foreach_pow", "_foreach_pow_")
 # A list of whole numbers is in the signature as it is.
 _VALUES = {"number", "Tensor", "List[Tensor", "List[int", "bool", "str"}
 
@@ -38,7 +39,7 @@ def learn(func: torch._ops.OpOverload) -> bool:
     pointwise = torch.Tag.pointwise in func.tags or name in _POINTWISE or name.startswith("_foreach_")
     kinds = [str(a.type) for a in func._schema.arguments if not a.kwarg_only]
     values = all(kind.replace("Optional", "").strip("[]") in _VALUES for kind in kinds)
-    found = space == "aten" and pointwise and values and name not in _TOLD
+    found = space == "aten" and pointwise and values and name not in _POWERS
     _learned.append(func)
     (NUMERIC if found else EXACT).add(id(func))
     return found

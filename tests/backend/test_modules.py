@@ -453,3 +453,20 @@ def test_a_convolution_with_channels_last_has_its_strides_at_once(session: objec
     found = layer.to(REMOTE)(x.to(REMOTE))
     assert found.stride() == expected.stride()
     torch.testing.assert_close(found.detach().cpu(), expected.detach())
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_attention_that_wants_no_weights_has_none(session: Any, wanted: bool) -> None:
+    torch.manual_seed(0)
+    x, weight, out = torch.randn(2, 3, 8), torch.randn(24, 8), torch.randn(8, 8)
+    bias, last = torch.randn(24), torch.randn(8)
+
+    def run(device: str) -> Any:
+        q, *rest = (t.to(device) for t in (x, weight, bias, out, last))
+        return torch._native_multi_head_attention(q, q, q, 8, 2, *rest, need_weights=wanted)
+
+    local = run("cpu")
+    # The first call asks, and the second knows.
+    for found in (run(REMOTE), run(REMOTE)):
+        assert torch.allclose(found[0].cpu(), local[0], atol=1e-6)
+        assert (found[1] is None) is (local[1] is None) is not wanted

@@ -143,11 +143,14 @@ class Nursery:
         return child
 
     def look(self, timeout: float | None = 0.0) -> bool:
-        """Read what the nursery reports, for `timeout` seconds at most; return whether it still runs."""
+        """Read what the nursery reports, for `timeout` seconds at most; return whether it still runs.
+
+        Another of its users may have found that it has ended, and have closed it.
+        """
         with self._lock:
-            self._control.settimeout(timeout)
             while True:
                 try:
+                    self._control.settimeout(timeout)
                     report = self._control.recv(_REPORT)
                 except (TimeoutError, BlockingIOError):
                     return True
@@ -161,7 +164,7 @@ class Nursery:
                     child.pid, child.code = pid, code
                     if code is not None:
                         del self._children[number]
-                self._control.settimeout(0.0)
+                timeout = 0.0
 
     def signal(self, child: Child, number: int) -> None:
         """Send a child a signal, unless it has ended. Block until it has begun."""

@@ -211,7 +211,8 @@ class Members:
             return
         if self._nursery is None or not self._nursery.look():
             if self._nursery is not None:
-                children.leave(self._nursery)
+                left, self._nursery = self._nursery, None
+                children.leave(left)
             self._nursery = children.enter()
         self._generation = call
         self._sent.clear()

@@ -134,7 +134,12 @@ def _of_each_size(padded_size: Callable[..., Any]) -> Callable[..., Any]:
     def choose(size: Any, factor: int) -> Any:
         if not any(varies(n) for n in size):
             return padded_size(size, factor)
-        rows = run_for_each(lambda first: padded_size(torch.Size([first]), factor)[0], [size[0]], {})
+
+        def padded(first: int) -> int:
+            return int(padded_size(torch.Size([first]), factor)[0])
+
+        # The weight of a layer that is cut in columns has as many rows everywhere.
+        rows = run_for_each(padded, [size[0]], {}) if varies(size[0]) else padded(size[0])
         return _Size([rows, *size[1:]])
 
     return choose

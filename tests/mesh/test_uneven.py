@@ -238,6 +238,23 @@ def test_replicas_of_uneven_shards(two_workers: None) -> None:
     same_parameters(model, serial)
 
 
+def test_fully_shard_of_a_layer_that_is_cut_unevenly_in_columns(two_workers: None) -> None:
+    mesh = make("2x2")
+    torch.manual_seed(0)
+    serial = nn.Sequential(nn.Linear(13, 6), nn.ReLU(), nn.Linear(6, 3))
+    model = copied(serial, mesh)
+    parallelize_module(model, mesh["tp"], {"0": RowwiseParallel(input_layouts=Replicate())})
+    fully_shard(model, mesh=mesh["dp"])
+    x = torch.randn(8, 13)
+    for one, inputs in ((serial, x), (model, x.to(mesh.device))):
+        optimizer = torch.optim.Adam(one.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            one(inputs).square().mean().backward()
+            optimizer.step()
+    same_parameters(model, serial)
+
+
 def test_mixed_precision(two_workers: None) -> None:
     mesh = make("4")
     policy = torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)

@@ -14,6 +14,7 @@ from ..log.spec import spec_of
 from ..operators.alias_info import Operator
 from ..operators.new_calls import call
 from ..operators.proxies import wrap
+from ..operators.signatures import count_writes
 from ..operators.special import Special
 from ..operators.transfer import download, owns_whole, upload
 from ..session.session import active_session, session_of_log
@@ -159,5 +160,27 @@ def _copy(cls: type, func: Operator, args: Sequence[object], kwargs: dict[str, o
     return func(target, wrap(cls, upload(source, place)))
 
 
+def _copy_lists(cls: type, func: Operator, args: Sequence[object], kwargs: dict[str, object]) -> object:
+    targets, sources, *rest = args
+    assert isinstance(targets, (list, tuple)) and isinstance(sources, (list, tuple))
+    everything = [*targets, *sources]
+    places = {id(t._handle.place) if isinstance(t, DistributedTensor) else 0 for t in everything}
+    if len(places) == 1:
+        return NotImplemented
+    if len(targets) != len(sources):
+        counts = f"got {len(targets)} and {len(sources)}"
+        raise of_caller(RuntimeError(f"Tensor lists must have the same number of tensors, {counts}"))
+    # Where places are mixed, torch copies one after the other, too.
+    for target, source in zip(targets, sources):
+        torch.ops.aten.copy_.default(target, source, *rest, **kwargs)
+    # Autograd counts the writes to no list.
+    count_writes(targets)
+    return None
+
+
 # `operators/special.py` takes these: copies between nodes are operations of groups, which stand on operators.
-COPIES: dict[str, Special] = {"aten::_to_copy": _to_copy, "aten::copy_": _copy}
+COPIES: dict[str, Special] = {
+    "aten::_to_copy": _to_copy,
+    "aten::copy_": _copy,
+    "aten::_foreach_copy_": _copy_lists,
+}

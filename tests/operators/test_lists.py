@@ -133,3 +133,25 @@ def test_complex_numbers_with_other_signs_of_zero_are_told_apart(session: Sessio
         if place == "cpu":
             wanted = signs
     assert signs == wanted
+
+
+def test_lists_are_copied_between_places(session: Session) -> None:
+    def made(place: str) -> list[torch.Tensor]:
+        return [torch.arange(3.0, device=place), torch.ones(2, 2, device=place).t()]
+
+    places = ["cpu", "remote:0", "remote:1"]
+    for there in places:
+        for here in places:
+            for mixed in (False, True):
+                targets, sources = [torch.zeros_like(t) for t in made(there)], made(here)
+                if mixed:
+                    sources[1] = sources[1].to("remote:1")
+                versions = [t._version for t in targets]
+                torch._foreach_copy_(targets, sources)
+                assert [t.tolist() for t in targets] == [s.tolist() for s in made("cpu")]
+                assert [t._version for t in targets] == [v + 1 for v in versions]
+                assert [str(t.device) for t in targets] == [there] * 2
+    with pytest.raises(RuntimeError, match="must match the size"):
+        torch._foreach_copy_([torch.zeros(3, device=REMOTE)], [torch.zeros(2)])
+    with pytest.raises(RuntimeError, match="Tensor lists must have the same number of tensors, got 1 and 2"):
+        torch._foreach_copy_([torch.zeros(3, device=REMOTE)], [torch.zeros(3), torch.zeros(3)])

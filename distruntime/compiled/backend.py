@@ -18,6 +18,7 @@ from ..log.handle import REMOTE_TYPES
 from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
 from .constants import Lifted, lift_constants
+from .draws import is_state
 from .dynamo import has_remote
 from .graph import Graph
 
@@ -220,6 +221,8 @@ def _runs_plainly(why: str) -> None:
 
 def _is_local(node: Node) -> bool:
     """Whether a value of a graph is this process's. A replay would not compute it."""
+    if is_state(node):
+        return False
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else [value]
     return any(isinstance(one, torch.Tensor) and one.device.type not in REMOTE_TYPES for one in values)

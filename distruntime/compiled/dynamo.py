@@ -21,6 +21,7 @@ from ..log.handle import BARE, REMOTE_TYPES, Place
 from ..operators.proxies import AUTOCAST_KEY
 from ..session.session import active_session
 from ..tensors.tensor import DistributedTensor
+from .draws import install_draws
 
 _LAZY = re.compile(r"\blazy:(\d+)")
 _installed: list[bool] = []
@@ -48,6 +49,7 @@ def install_dynamo() -> None:
     when_imported("torch._dynamo.compiled_autograd", _refuse_slots)
     when_imported("torch.utils.checkpoint", _name_module)
     when_imported("torch._inductor.compile_fx", _take_compile_fx)
+    install_draws()
     _take_inductor(torch._TorchCompileInductorWrapper)
     _take_named(torch._TorchCompileWrapper)
 

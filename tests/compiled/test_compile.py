@@ -361,6 +361,31 @@ def test_replays_are_one_instruction_each(made: Any) -> None:
     assert graph.replays == before + 5 and graph.why == ""
 
 
+@pytest.mark.parametrize("backend", ["distruntime", "inductor"])
+def test_a_checkpoint_draws_again_what_it_has_drawn(made: list[graphs.Graph], backend: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.4), nn.Linear(8, 4), nn.Dropout(0.3)).to(REMOTE)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(3, 4, device=x.device)
+        return layers(x).tanh() * noise  # type: ignore[no-any-return]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    found = []
+    for function in (run, torch.compile(run, backend=backend)):
+        torch.manual_seed(1)
+        for _ in range(5):
+            x = x_at().requires_grad_()
+            function(x).square().sum().backward()
+            # What is drawn next is what an uncompiled function would leave.
+            found.append([x.grad.cpu(), torch.rand(2, device=REMOTE).cpu()])  # type: ignore[union-attr]
+    for plainly, at_once in zip(found[:5], found[5:]):
+        torch.testing.assert_close(at_once, plainly)
+    assert len(made) == 2 and all(graph.replays >= 2 and not graph.why for graph in made)
+
+
 def test_a_graph_with_tensors_of_this_process_says_so() -> None:
     def act(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x * 2, torch.arange(3) + 1

@@ -19,7 +19,7 @@ from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
 from .constants import Lifted, lift_constants
 from .draws import is_state
-from .dynamo import has_remote
+from .dynamo import DECIDING, has_remote
 from .graph import Graph
 
 # Dynamo and AOTAutograd hand over functions of whatever tensors a graph has.
@@ -170,6 +170,10 @@ def _compiler(name: str, compile: object) -> Compiled:
         local = next((node for node in lifted.graph.graph.nodes if _is_local(node)), None)
         if local is not None:
             _runs_plainly(f"it has a tensor of this process: {local.name}{_line_of(local)}")
+            return _boxed(graph.forward)
+        decides = next((node for node in lifted.graph.graph.nodes if node.target in DECIDING), None)
+        if decides is not None:
+            _runs_plainly(f"a value decides what it does: {decides.name}{_line_of(decides)}")
             return _boxed(graph.forward)
         if name.startswith("backward"):
             _copy_what_it_returns_twice(lifted.graph)

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule
 
 from ..backend.no_dynamo import is_own
@@ -25,6 +26,8 @@ from .draws import install_draws
 
 _LAZY = re.compile(r"\blazy:(\d+)")
 _installed: list[bool] = []
+# By these a value may decide what else a graph issues.
+DECIDING: set[HigherOrderOperator] = set()
 
 
 def install_dynamo() -> None:
@@ -45,6 +48,8 @@ def install_dynamo() -> None:
     when_imported("torch._functorch._aot_autograd.runtime_wrappers", _analyze)
     when_imported("torch._higher_order_ops.effects", _run_with_effects)
     when_imported("torch._higher_order_ops.auto_functionalize", _run_functionalized)
+    for name in ("cond", "while_loop", "scan", "associative_scan", "map"):
+        when_imported(f"torch._higher_order_ops.{name}", _decide_here)
     when_imported("torch._dynamo.variables.optimizer", _count_on_workers)
     when_imported("torch._dynamo.compiled_autograd", _refuse_slots)
     when_imported("torch.utils.checkpoint", _name_module)
@@ -221,6 +226,16 @@ def _run_functionalized(module: ModuleType) -> None:
     """Have a graph's operators of users that write to arguments run on proxies."""
     module.auto_functionalized.py_impl(DistributedTensor)(module.auto_functionalized_dense)
     module.auto_functionalized_v2.py_impl(DistributedTensor)(module.auto_functionalized_v2_dense)
+
+
+def _decide_here(module: ModuleType) -> None:
+    """Have `torch.cond`, loops and scans run on proxies: this process reads what decides, as beside a GPU."""
+    for operator in list(vars(module).values()):
+        if isinstance(operator, HigherOrderOperator):
+            plain = operator.py_kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+            if plain is not None:
+                operator.py_impl(DistributedTensor)(plain)
+                DECIDING.add(operator)
 
 
 def _refuse_slots(module: ModuleType) -> None:

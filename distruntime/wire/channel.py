@@ -65,14 +65,15 @@ _CLOSED = "this channel is closed, or belongs to the process that forked this on
 
 # pyzmq makes one socket and one mutex at a process's first frame that is not copied. Two threads that come
 # first at once would make two of each, and then use one socket side by side. So the first such frame is an
-# empty one, under this lock. A finalizer may come in between.
+# empty one, under this lock. A finalizer may come in between. Pyzmq's thread starts with it: what strikes
+# there could leave that forgotten, and then no frame's memory would be known to be read.
 _first = RLock()
 # It has an item once that frame has been made.
 _begun: list[bool] = []
 
 
 def _begin() -> None:
-    with _first:
+    with shield, _first:
         if not _begun:
             zmq.Frame(b"", copy=False)
             _begun.append(True)

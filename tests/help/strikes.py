@@ -108,10 +108,12 @@ class Strike:
         return self._left == 0
 
 
-def strikes(begin: int = 1, step: int = 1, kind: type[BaseException] = Struck) -> Iterator[Strike]:
+def strikes(
+    begin: int = 1, step: int = 1, number: int = signal.SIGINT, kind: type[BaseException] = Struck
+) -> Iterator[Strike]:
     """Give a strike at every `step`-th place, until one has not come."""
     for after in itertools.count(begin, step):
-        strike = Strike(after, kind=kind)
+        strike = Strike(after, number, kind)
         yield strike
         if not strike.came:
             return

@@ -21,6 +21,7 @@ import pytest
 import zmq
 
 from distruntime.errors import ConfigurationError
+from distruntime.wire import channel as channel_module
 from distruntime.wire.channel import LARGE, Channel, ChannelClosed, Frames, PeerEvent, PeerGone
 from distruntime.wire.frames import FRAME, ROOM, Joined
 from distruntime.wire.keys import KeyPair
@@ -712,7 +713,11 @@ def test_control_c_that_comes_just_before_the_shield_is_up_leaves_it_whole() -> 
     """Before `signal.signal` sets a handler, it runs those of signals that have come."""
 
     def strike(frame: FrameType, event: str, called: Any) -> None:
-        if event == "c_call" and called is _signal.signal and frame.f_code.co_name == "__enter__":
+        if (
+            event == "c_call"
+            and called is _signal.signal
+            and frame.f_code.co_name in ("__enter__", "_look_at_others")
+        ):
             sys.setprofile(None)
             signal.raise_signal(signal.SIGINT)
 
@@ -924,3 +929,18 @@ def test_first_large_frames_of_several_threads_share_one_socket_of_pyzmqs() -> N
             subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=60).stdout
             == "1\n"
         )
+
+
+def test_ctrl_c_waits_while_pyzmq_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread starts with the first frame that is not copied. Ctrl-C could leave it forgotten."""
+    made: list[bytes] = []
+
+    def frame(data: bytes, **_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        made.append(data)
+
+    monkeypatch.setattr(channel_module, "_begun", [])
+    monkeypatch.setattr(zmq, "Frame", frame)
+    with pytest.raises(KeyboardInterrupt):
+        channel_module._begin()
+    assert made == [b""] and channel_module._begun == [True]

@@ -11,9 +11,11 @@ from contextlib import suppress
 
 import pytest
 
-from distruntime.wire.shield import InstantLock, InstantRLock, Lock, RLock
+from distruntime.wire.shield import InstantLock, InstantRLock, Lock, RLock, Shield
 from processes import until
 from rooms import MODULES
+from strikes import Struck as StruckOnce
+from strikes import strikes
 
 KINDS = pytest.mark.parametrize("kind", [Lock, RLock, InstantLock, InstantRLock])
 STRIKES = 300
@@ -119,6 +121,63 @@ def test_its_thread_may_take_it_again_and_a_condition_stands_on_it(kind: Callabl
         assert arrived.wait_for(lambda: come, 30) and not free(lock)
     thread.join()
     assert free(lock)
+
+
+# -- the shield ----------------------------------------------------------------------------------------------
+
+SIGNALS = (signal.SIGINT, signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1)
+
+
+@pytest.mark.parametrize("other", [signal.SIG_DFL, lambda *_: None], ids=["alone", "beside another"])
+@pytest.mark.parametrize("number", SIGNALS)
+def test_nothing_strikes_under_a_shield(number: int, other: Callable[..., object] | signal.Handlers) -> None:
+    own, shield = signal.SIGUSR2, Shield()
+    places, came = set(), 0
+    before = signal.signal(own, other)
+    try:
+        handlers = [signal.getsignal(one) for one in (*SIGNALS, own)]
+        for strike in strikes(number=number):
+            done, raised = [], False
+            try:
+                with strike, shield:
+                    done.append(1)
+                    with shield:
+                        done.append(2)
+                    done.append(3)
+            except StruckOnce:
+                raised = True
+            assert raised == bool(strike.struck)
+            came += strike.came
+            assert done in ([], [1, 2, 3]), strike.struck
+            assert shield._depth == 0 and not shield._covered and not shield._struck
+            assert [signal.getsignal(one) for one in (*SIGNALS, own)] == handlers, strike.struck
+            places.add(strike.struck)
+        assert came > 20 and len(places) > 5
+    finally:
+        signal.signal(own, before)
+
+
+def test_all_that_has_come_under_a_shield_acts() -> None:
+    shield, acted = Shield(), list[int]()
+
+    def act(number: int, frame: object) -> None:
+        acted.append(number)
+        raise Struck(number)
+
+    numbers = (signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.signal(number, act) for number in numbers]
+    try:
+        with pytest.raises(Struck), shield:
+            for number in (*numbers, *numbers):
+                signal.raise_signal(number)
+            assert not acted
+        assert sorted(acted) == sorted(numbers)
+        with shield:
+            pass
+        assert len(acted) == 3
+    finally:
+        for number, own in zip(numbers, before):
+            signal.signal(number, own)
 
 
 def test_no_module_makes_a_lock_that_ctrl_c_can_leave_taken() -> None:

@@ -22,7 +22,7 @@ from ..log.node import Node
 from ..log.replies import require
 from ..wire.codec import Buffer, failure_from
 from ..wire.shared import Loan
-from ..wire.shield import RLock
+from ..wire.shield import RLock, shield
 from .announce import Announcer
 from .output import Output
 
@@ -251,7 +251,8 @@ class Requests:
         if limit <= 0:
             return False
         if not self._read_alone(read, limit, ready):
-            with self._lock:
+            # What strikes within a Condition's wait can leave it without its lock. This is a short wait.
+            with shield, self._lock:
                 self._followers += 1
                 try:
                     if not ready():

@@ -22,8 +22,10 @@ import distruntime as dr
 from agree import REMOTE
 from distruntime.errors import is_of_caller
 from distruntime.session.interrupts import _cut, queued_text
+from distruntime.session.requests import Requests
 from distruntime.session.session import active_session
 from processes import blocked, until
+from strikes import Struck, strikes
 
 ROOT = Path(__file__).resolve().parents[2]
 # A cell that Ctrl-C ends, as the kernel of Jupyter and the shell of IPython run it.
@@ -166,3 +168,23 @@ def test_no_python_code_runs_when_a_value_dies(session: object) -> None:
     finally:
         sys.setprofile(None)
     assert called == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM])
+def test_what_strikes_in_a_wait_for_another_reader_comes_out(number: int) -> None:
+    """A Condition whose wait is torn lets go of a lock that it does not have."""
+    requests, came = Requests(), 0
+    # Another thread reads.
+    requests._reader["reader"] = -1
+    for strike in strikes(step=3, number=number):
+        left = iter([False, False])
+        raised = False
+        try:
+            with strike:
+                requests.wait(lambda: next(left, True), lambda _: None, None)  # noqa: B023
+        except Struck:
+            raised = True
+        assert raised == bool(strike.struck)
+        assert requests._followers == 0 and not requests._lock._is_owned()  # type: ignore[attr-defined]
+        came += strike.came
+    assert came > 5

@@ -261,14 +261,14 @@ class Groups:
         session = self.session
         factory = pickled(group.backend)
         requests: list[Request[None]] = []
-        for node, ranks in group.own.items():
-            request: Request[None] = session.requests.new(node, "done")
-            members: list[Plain] = [[rank, group.places[rank].local_device] for rank in ranks]
-            nodes, limit = group.nodes, float(min(group.timeout, 1e9))
-            message = OpenGroup(request.number, group.number, group.backend, factory, nodes, members, limit)
-            session.post(node, message)
-            requests.append(request)
         try:
+            for node, ranks in group.own.items():
+                requests.append(session.requests.new(node, "done"))
+                number = requests[-1].number
+                members: list[Plain] = [[rank, group.places[rank].local_device] for rank in ranks]
+                nodes, limit = group.nodes, float(min(group.timeout, 1e9))
+                message = OpenGroup(number, group.number, group.backend, factory, nodes, members, limit)
+                session.post(node, message)
             session.results(requests, MEET.get())
             # A member that says why not, or is lost, comes first: the others only wait for it.
             for request in sorted(requests, key=lambda r: r.cause is None and r.lost is None):
@@ -287,9 +287,16 @@ class Groups:
         if name not in OF_DEVICES.values():
             # There is one group for each pair of nodes, whatever the devices. It needs no numbers of places,
             # and there are few of those.
+            places = tuple(Place(home.place.node, "cpu") for home in (here, there))
+            found = self._links.get(places)
+            if found is not None and not found.closed and not found.broken:
+                # Python loses what strikes where places end that are made anew for each copy.
+                found.used, found.unordered = self._uses(), tuple(found.own)
+                self.close_dropped()
+                return found
             here, there = (
-                Residence(Place(home.place.node, "cpu"), home.node, UNNUMBERED, _unnumbered)
-                for home in (here, there)
+                Residence(place, home.node, UNNUMBERED, _unnumbered)
+                for place, home in zip(places, (here, there))
             )
         group = self._kept(self._links, (here, there))
         group.unordered = tuple(group.own)

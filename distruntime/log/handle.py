@@ -177,7 +177,9 @@ class Residence:
     )
 
     def __init__(self, place: Place, node: Log, number: int, released: Callable[[int], None]) -> None:
-        self.place, self.node, self.number = place, node, number
+        # A handler that raises may end this, and the finalizer needs these.
+        self.number, self._released = number, released
+        self.place, self.node = place, node
         # The wrapper's C++ side claims this device: see docs/design.md.
         self.lazy = torch.device("lazy", number)
         self.device = torch.device("remote", number)
@@ -186,7 +188,6 @@ class Residence:
         self.follow_default_dtype()
         # A mesh keeps tensors here that hold a number for each member: see varying.py.
         self.numbers: dict[tuple[bool, tuple[int, ...]], torch.Tensor] = {}
-        self._released = released
 
     @property
     def worker(self) -> Node:

@@ -270,9 +270,15 @@ def ask_specs(
     """Issue an instruction whose results its worker is to describe; see `issue`."""
     node = place.node
     with node.lock:
-        request: Request[object] = session_of_log(node).requests.new(place.worker, "specs")
-        issue([LEARN, request.number, *words], fresh, operands, written, place, line, random)
-        node.flush()
+        requests = session_of_log(node).requests
+        request: Request[object] = requests.new(place.worker, "specs")
+        try:
+            issue([LEARN, request.number, *words], fresh, operands, written, place, line, random)
+            node.flush()
+        except BaseException:
+            # Nobody waits for it.
+            requests.discard(request)
+            raise
     return request
 
 

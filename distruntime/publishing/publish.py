@@ -190,14 +190,24 @@ def _issue(
     """
     line = user_line()
     requests: dict[Node, Request[list[list[int]]]] = {}
-    with session.lock:
-        for node, tensors in own.items():
-            requests[node] = session.requests.new(node, "published")
-            handles = [leaf._handle for leaf in tensors]
-            issue_default(
-                [PUBLISH, requests[node].number, fields, [h.ref for h in handles]], (), handles, node, line
-            )
-            node.flush()
+    try:
+        with session.lock:
+            for node, tensors in own.items():
+                requests[node] = session.requests.new(node, "published")
+                handles = [leaf._handle for leaf in tensors]
+                issue_default(
+                    [PUBLISH, requests[node].number, fields, [h.ref for h in handles]],
+                    (),
+                    handles,
+                    node,
+                    line,
+                )
+                node.flush()
+    except BaseException:
+        # Nobody waits for them.
+        for request in requests.values():
+            session.requests.discard(request)
+        raise
     # This waits for all of them first, so that what comes after a failure finds no worker half-way.
     for request in requests.values():
         session.result(request, quietly=True)

@@ -182,18 +182,26 @@ class Session:
         self.require_open()
         node.require_alive()
         request: Request[R] = self.requests.new(node, form)
-        request.buffer = buffer
-        with node.lock:
-            last = max(after[1::2])
-            if last > node.base:
-                node.flush(last)
-                if last > node.base and any(log.flushing for log in self.logs):
-                    self.requests.discard(request)
-                    raise DistruntimeError(
-                        "a finalizer or a signal handler that runs inside the log's own sending cannot wait "
-                        "for what is still to be sent: let it note what it wants, and read later"
-                    )
-            self.post(node, Fetch(request.number, ref, after, form, options))
+        posting = False
+        try:
+            request.buffer = buffer
+            with node.lock:
+                last = max(after[1::2])
+                if last > node.base:
+                    node.flush(last)
+                    if last > node.base and any(log.flushing for log in self.logs):
+                        raise DistruntimeError(
+                            "a finalizer or a signal handler that runs inside the log's own sending cannot "
+                            "wait for what is still to be sent: let it note what it wants, and read later"
+                        )
+                message = Fetch(request.number, ref, after, form, options)
+                posting = True
+                self.post(node, message)
+        except BaseException:
+            # Nobody waits for it. But shared memory is the worker's to write once it may have been asked.
+            if not (posting and isinstance(buffer, Loan)):
+                self.requests.discard(request)
+            raise
         return request
 
     def ask(
@@ -210,9 +218,13 @@ class Session:
         self.require_open()
         node.require_alive()
         request: Request[R] = self.requests.new(node)
-        message = question(request.number, *fields, **named)
-        request.form = type(message).__name__
-        self.post(node, message)
+        try:
+            message = question(request.number, *fields, **named)
+            request.form = type(message).__name__
+            self.post(node, message)
+        except BaseException:
+            self.requests.discard(request)
+            raise
         return request
 
     def ask_status(self, node: Node, then: Callable[[Status], None] | None = None) -> Request[Status]:
@@ -366,7 +378,11 @@ class Session:
             node.flush()
             target = node.base
         request: Request[None] = self.requests.new(node, "done")
-        self.post(node, Fetch(request.number, 0, [0, target], "done", {}))
+        try:
+            self.post(node, Fetch(request.number, 0, [0, target], "done", {}))
+        except BaseException:
+            self.requests.discard(request)
+            raise
         return request
 
     def raise_unread(self, node: Node) -> None:

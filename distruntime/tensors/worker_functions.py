@@ -54,11 +54,16 @@ def read_function(node: Node, function: str, args: Sequence[object] = ()) -> obj
     session = session_of_log(node)
     number, _ = template(None, DistributedTensor, args, {}, 1, node, name=f"distruntime::{function}")
     with node.lock:
-        request: Request[list[object]] = session.requests.new(node, "specs")
         home = session.places.residence(Place(node.index, session.places.devices(node.index)[0]))
         kept = new_value(NO_TENSOR, home)
-        issue_default([LEARN, request.number, number, kept.ref], [kept], (), node, user_line())
-        node.flush()
+        request: Request[list[object]] = session.requests.new(node, "specs")
+        try:
+            issue_default([LEARN, request.number, number, kept.ref], [kept], (), node, user_line())
+            node.flush()
+        except BaseException:
+            # Nobody waits for it.
+            session.requests.discard(request)
+            raise
     results = session.value(request)
     if len(results) != 1:
         raise ProtocolError(f"{node} answered {len(results)} results of {function}, which has one")

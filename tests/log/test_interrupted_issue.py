@@ -6,6 +6,7 @@ old value. The place of the stroke is any at which Python lets a signal's handle
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ import distruntime as dr
 from agree import REMOTE
 from distruntime.session.session import active_session
 from distruntime.streams.stream import current_stream
-from processes import blocked
+from distruntime.wire.shield import shield
+from processes import blocked, until
 from strikes import Struck, strikes
 
 
@@ -228,6 +230,36 @@ def test_an_operation_is_interrupted_everywhere(session: object, name: str, how:
     # What finds out what a new call gives changes nothing.
     step = {"gathered": 1, "sent": 1, "new": 11, "on streams": 3}[how]
     assert _attack(CASES[name], known=how != "new", sends=how != "gathered", streams=streams, step=step) > 20
+
+
+def _read_and_copy(w: torch.Tensor) -> list[object]:
+    w.add_(1)
+    there = w.to("remote:1")
+    return [w.sum().item(), there.tolist()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM])
+def test_an_interrupted_read_leaves_the_session_as_it_was(session: object, number: int) -> None:
+    """Reads and copies between nodes, by Ctrl-C, and by a timeout whose handler raises."""
+    opened, came = active_session(), 0
+    _read_and_copy(torch.zeros(3).to(REMOTE))
+    for strike in strikes(begin=2, step=17, number=number):
+        w = torch.zeros(3).to(REMOTE)
+        raised = False
+        try:
+            with strike:
+                _read_and_copy(w)
+        except Struck:
+            raised = True
+        assert raised == bool(strike.struck)
+        done = w[0].item()
+        assert done in (0.0, 1.0), strike.struck
+        assert _read_and_copy(w) == [3 * (done + 1), [done + 1] * 3], strike.struck
+        # The pump would look for the answer a thousand times a second.
+        until(lambda: len(opened.requests) == 0)
+        assert shield._depth == 0 and not opened.in_moment, strike.struck
+        came += strike.came
+    assert came > 20
 
 
 class Mine(NotImplementedError):

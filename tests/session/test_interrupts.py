@@ -176,7 +176,7 @@ def test_what_strikes_in_a_wait_for_another_reader_comes_out(number: int) -> Non
     requests, came = Requests(), 0
     # Another thread reads.
     requests._reader["reader"] = -1
-    for strike in strikes(step=3, number=number):
+    for strike in strikes(number=number):
         left = iter([False, False])
         raised = False
         try:

@@ -57,7 +57,7 @@ def _scan(cls: type, value: Any, key: list[Any], words: list[object], place: Any
         words.append(value)
     elif kind is list or kind is tuple:
         # An operator of lists may have a number for each tensor: [1, 0.5]. There 1.0 is no 1.
-        if {*map(type, value)} == _WHOLE_NUMBERS:
+        if value and type(value[0]) is int and {*map(type, value)} == _WHOLE_NUMBERS:
             key.append(tuple(value))
         else:
             key.append(len(value))

@@ -154,6 +154,7 @@ def issue(
             node.order.issue(stream_at(place), words, fresh, operands, changed, line)
         except BaseException:
             node.in_doubt, node.struck = True, node.latest
+            node.take_turn()
             raise
 
 

@@ -19,7 +19,7 @@ from ..wire.codec import Buffer, encode
 from ..wire.frames import Part
 from ..wire.link import Delivery
 from ..wire.messages import DROP, FORGET, MeshBody, Plain, Segment
-from ..wire.shield import RLock
+from ..wire.shield import RLock, shield
 from .line import Line, line_text
 from .order import Order
 from .tape import NOTED, StretchedLog, Tape
@@ -324,17 +324,30 @@ class Log(ABC):
         Return its entry in the line table, at once.
         """
         with self.lock:
-            freed = self.freed
-            while freed:
-                self.words.append(-freed.pop())
-            self.words += words
-            # No call stands between the two, so no signal's handler comes between.
-            self.latest = words
-            entry = (self.base + len(self.words), line[1], line[2])
-            self.line_table.append(entry)
-            if len(self.words) + self.weight > self.enough:
-                self.flush(gathered=True)
-            return entry
+            try:
+                freed = self.freed
+                while freed:
+                    self.words.append(-freed.pop())
+                self.words += words
+                # No call stands between the two, so no signal's handler comes between.
+                self.latest = words
+                entry = (self.base + len(self.words), line[1], line[2])
+                self.line_table.append(entry)
+                if len(self.words) + self.weight > self.enough:
+                    self.flush(gathered=True)
+                return entry
+            except BaseException:
+                self.take_turn()
+                raise
+
+    def take_turn(self) -> None:
+        """Become active, if an exception has struck where words are in and the log is not. Call under `lock`.
+
+        What is issued to the same workers by another log would overtake these words.
+        """
+        with shield:
+            if self.words and not self.active:
+                self.flush()
 
     def settle(self) -> None:
         """Let what comes next come after all that is in the log, if an exception has struck in the midst.

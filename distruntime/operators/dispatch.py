@@ -224,15 +224,19 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
         line = (0, call, frame.f_lasti) if type(call) is Call else line_from(frame)
     node = place.node
     with node.lock:
-        freed = node.freed
-        while freed:
-            node.words.append(-freed.pop())
-        # The words are looked up anew: a finalizer may have run above, and have sent the log.
-        node.words += words
-        handle.born = born = (node.base + len(node.words), line[1], line[2])
-        node.line_table.append(born)
-        if len(node.words) > node.enough:
-            node.flush(gathered=True)
+        try:
+            freed = node.freed
+            while freed:
+                node.words.append(-freed.pop())
+            # The words are looked up anew: a finalizer may have run above, and have sent the log.
+            node.words += words
+            handle.born = born = (node.base + len(node.words), line[1], line[2])
+            node.line_table.append(born)
+            if len(node.words) > node.enough:
+                node.flush(gathered=True)
+        except BaseException:
+            node.take_turn()
+            raise
     if node.busy:
         try:
             node.session.throttle(node)

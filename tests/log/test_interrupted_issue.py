@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -258,6 +258,21 @@ def test_an_interrupted_read_leaves_the_session_as_it_was(session: object, numbe
         # The pump would look for the answer a thousand times a second.
         until(lambda: len(opened.requests) == 0)
         assert shield._depth == 0 and not opened.in_moment, strike.struck
+        came += strike.came
+    assert came > 20
+
+
+def test_an_interrupted_operation_of_a_mesh_comes_before_what_a_member_runs(session: object) -> None:
+    """Its words stood in a log that was not active, where a read overtook them."""
+    mesh, came = dr.init_device_mesh("cpu", (2,)), 0
+    for strike in strikes(step=3):
+        x: Any = dr.from_shards([torch.zeros(3).to(f"remote:{k}") for k in range(2)], mesh)
+        dr.synchronize()
+        with suppress(Struck), strike:
+            x.add_(1)
+        found = [x.member(k).cpu()[0].item() for k in range(2)]
+        assert found in ([0.0, 0.0], [1.0, 1.0]), strike.struck
+        x.add_(1)
         came += strike.came
     assert came > 20
 

@@ -37,6 +37,8 @@ BESIDE = {
     "Link.keep": "the same",
     "Shield.__enter__": "keeps Ctrl-C out of the socket's lock",
     "Shield.__exit__": "the same",
+    "Shield._look_at_others": "does so for the handler of a timeout, which the tests have",
+    "Shield._uncover": "the same",
 }
 BESIDE_ON_THE_WORKER = {
     "Channel": "the socket's own loop, which waits when the message comes",

@@ -109,7 +109,11 @@ class Shield:
 
     def _act(self) -> None:
         """Let the signals that have come act. One may raise, and the others act all the same."""
-        number, struck = self._struck.popitem()
+        try:
+            number, struck = self._struck.popitem()
+        except KeyError:
+            # Another signal's handler has run just before, and has let it act in a shield of its own.
+            return
         try:
             handler = handler_of(number)
             if callable(handler):

@@ -88,14 +88,17 @@ class Strike:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self._watch.end()
         signal.signal(self._number, self._before)
         if self._collects:
             gc.enable()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._watch.end()
-        signal.signal(self._number, self._before)
+        # It may strike where `__exit__` begins, which does nothing then.
+        self._end()
         assert frame is not None
         self.struck = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
         raise self._kind(self.struck)

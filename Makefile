@@ -15,7 +15,7 @@
 #   make torch-tests  PyTorch's own tests on remote tensors and in dr.spmd, a sample of them: some 20 minutes
 #   make examples  every example, with those that take long
 #   make piece    a piece of the lanes that take long, another one at each commit
-#   make lanes    all of these that check, with a line for each: some three hours, or two with AT_ONCE=2
+#   make lanes    all of these that check, with a line for each: 77 minutes with AT_ONCE=2
 #   make long     what takes hours: every dtype of op_db, its wrong inputs, every architecture of transformers, an hour of fuzzing, 200 faults, half an hour
 #                 of soak, 24,000 random programs, 200 random programs of dr.program, 60 mistakes that the suite must notice
 # PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" takes torch's CPU build (0.2 GB instead of 3 GB with CUDA).

@@ -21,6 +21,7 @@ from .constants import Lifted, lift_constants
 from .draws import is_state
 from .dynamo import DECIDING, has_remote
 from .graph import Graph
+from .here import Parted, part
 
 # Dynamo and AOTAutograd hand over functions of whatever tensors a graph has.
 Compiled = Callable[..., Any]
@@ -166,7 +167,8 @@ def _compiler(name: str, compile: object) -> Compiled:
     """Return what AOTAutograd calls with each of the two graphs that it makes of one."""
 
     def compiled(graph: GraphModule, inputs: Sequence[object]) -> Compiled:
-        lifted = lift_constants(graph)
+        parted = part(graph)
+        lifted = lift_constants(graph if parted is None else parted.left)
         local = next((node for node in lifted.graph.graph.nodes if _is_local(node)), None)
         if local is not None:
             _runs_plainly(f"it has a tensor of this process: {local.name}{_line_of(local)}")
@@ -178,23 +180,28 @@ def _compiler(name: str, compile: object) -> Compiled:
         if name.startswith("backward"):
             _copy_what_it_returns_twice(lifted.graph)
         saves = _saves() if name.startswith("forward") else None
-        return _with(lifted, Graph(lifted.graph, name, compile, saves))  # type: ignore[arg-type]
+        return _with(lifted, parted, Graph(lifted.graph, name, compile, saves))  # type: ignore[arg-type]
 
     return compiled
 
 
-def _with(lifted: Lifted, graph: Graph) -> Compiled:
-    """Return a function of a graph's own arguments. The constants travel at the first call."""
+def _with(lifted: Lifted, parted: Parted | None, graph: Graph) -> Compiled:
+    """Return a function of a graph's own arguments.
+
+    The constants travel at the first call, and this process's numbers at each.
+    """
     sent: dict[Session, list[object]] = {}
 
     def run(args: list[object]) -> object:
+        found = () if parted is None else parted.take(args)
         if lifted.number:
             session = active_session()
             if session not in sent:
                 sent.clear()
                 sent[session] = lifted.make()
             args += sent[session]
-        return graph(args)
+        results = graph(args)
+        return results if parted is None else parted.give(results, found)
 
     return _takes_a_list(run)
 

@@ -26,7 +26,7 @@ def lift_constants(module: GraphModule) -> Lifted:
     """Return a graph that takes as arguments what it would compute of local constants at each call."""
     constant: set[Node] = set()
     for node in module.graph.nodes:
-        if _is_constant(node, constant):
+        if is_constant(node, constant):
             constant.add(node)
     edge = [
         node
@@ -56,7 +56,7 @@ def lift_constants(module: GraphModule) -> Lifted:
     for node in module.graph.nodes:
         # A constant that is returned is computed at each call.
         if node.op != "placeholder" and node not in constant:
-            _copy_needed(node, kept, rest)
+            copy_needed(node, kept, rest)
     maker = GraphModule(module, first)
     devices = [found.device for found in remote]
 
@@ -67,21 +67,29 @@ def lift_constants(module: GraphModule) -> Lifted:
     return Lifted(GraphModule(module, rest), len(edge), make)
 
 
-def _copy_needed(node: Node, kept: dict[Node, Node], rest: Graph) -> None:
-    """Copy a node behind those that it reads."""
+def copy_needed(node: Node, kept: dict[Node, Node], rest: Graph) -> None:
+    """Copy a node behind those that it reads, unless it is there already."""
+    if node in kept:
+        return
     for before in node.all_input_nodes:
-        if before not in kept:
-            _copy_needed(before, kept, rest)
+        copy_needed(before, kept, rest)
     kept[node] = rest.node_copy(node, kept.__getitem__)
 
 
-def _is_constant(node: Node, known: set[Node]) -> bool:
+def is_constant(node: Node, known: set[Node]) -> bool:
+    """Whether a node has the value at each call that this process has once: `known` are those before it."""
     if node.op == "get_attr":
         return True
-    if node.op != "call_function" or not node.all_input_nodes:
+    if node.op != "call_function" or not (node.all_input_nodes or is_here(node)):
         return False
     tags = getattr(node.target, "tags", ())
     return all(one in known for one in node.all_input_nodes) and torch.Tag.nondeterministic_seeded not in tags
+
+
+def is_here(node: Node) -> bool:
+    """Whether a value of a graph is a tensor of this process."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.device.type not in REMOTE_TYPES
 
 
 def _as_remote(node: Node) -> torch.Tensor | None:

@@ -229,10 +229,7 @@ def test_a_backward_pass_under_autocast_runs_in_the_dtypes_of_its_graph() -> Non
 
 def test_local_tensors_of_a_graph_are_left_alone() -> None:
     step = _compiled(lambda x: (x @ x.T, torch.ones(3, 3) @ torch.ones(3, 3)))
-    with (
-        pytest.warns(UserWarning, match="a tensor of this process"),
-        torch.autocast(REMOTE, dtype=BF16),
-    ):
+    with torch.autocast(REMOTE, dtype=BF16):
         there, here = step(_x())
     assert (there.dtype, here.dtype) == (BF16, torch.float32)
 

@@ -4,8 +4,8 @@ An act makes values, views and draws, writes in place to arguments and to what w
 to the other node, makes local tensors, enters a stream or autocast, or calls another compiled one. Between a
 forward pass and its backward pass something may be written to: then the gradients are what they would be
 without it, or autograd refuses. Which of both depends on what a graph saves. The calls differ in sizes, in
-which arguments want gradients or share memory, in the current stream, in the mode of gradients, and in a
-number and a flag that the function reads. A list of acts follows from its seed.
+which arguments want gradients or share memory, in the current stream, in the mode of gradients, in a number
+and a flag that the function reads. A list of acts follows from its seed.
 
 As in torch itself, a draw that nobody uses is left out of a compiled function, so each is returned. A
 gradient that comes from two graphs is summed in another order, and under autocast each use of a parameter has
@@ -28,7 +28,7 @@ import distruntime as dr
 _ACTS = (
     "add mul mm relu sin view t row irow slice iadd imul iargument dropout rand normal sum softmax norm "
     "linear attention carry number flag cat where expand item print send local constant stream autocast "
-    "inner index detach no_grad turn raise biases"
+    "inner index detach no_grad turn raise biases rate"
 ).split()
 # Each of these breaks a graph or runs operator by operator, so there are fewer of them.
 _RARE = frozenset("item print send local stream index".split())
@@ -92,16 +92,18 @@ class Box(torch.nn.Module):
         self.inner: Callable[[torch.Tensor], torch.Tensor] = lambda x: (x * 2).tanh()
         self.to(device)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> list[Any]:
+    def forward(self, x: torch.Tensor, y: torch.Tensor, rate: float, scale: torch.Tensor) -> list[Any]:
         """Do the acts; return the last values, and those that were drawn."""
         values, drawn = [x, y], []
         for act in self.acts:
-            values.append(self._do(act, values, x))
+            values.append(self._do(act, values, x, rate, scale))
             if act.name in _DRAWS:
                 drawn.append(values[-1])
         return [*values[-3:], *drawn]
 
-    def _do(self, act: Act, values: list[Any], first: torch.Tensor) -> torch.Tensor:
+    def _do(
+        self, act: Act, values: list[Any], first: torch.Tensor, rate: float, scale: torch.Tensor
+    ) -> torch.Tensor:
         a, b = values[act.i % len(values)], values[act.j % len(values)]
         n, device = act.i, a.device
         match act.name:
@@ -217,6 +219,9 @@ class Box(torch.nn.Module):
             case "biases":
                 # Both have the same gradient.
                 return (a + self.b + self.c).sin()
+            case "rate":
+                # In 16 bits, torch rounds a number that it has made a tensor of.
+                return (a.float() * rate + scale) / (1 + scale * rate)
         raise ValueError(act.name)
 
 
@@ -278,12 +283,13 @@ def run(seed: int, compiler: Callable[[Any], Any], calls: int = 16) -> list[Any]
             lower = choose.choice((None, None, None, torch.bfloat16, torch.float16))
             if usual:
                 box.number, box.flag, stream, lower = 1.0, False, None, None
+            rate, scale = choose.choice((0.5, 0.5, 0.25, 3.0, 1.5)), choose.choice((2.0, 0.125))
             if stream is not None:
                 around.enter_context(stream)
             box.zero_grad()
             try:
                 with torch.autocast("remote", dtype=lower, enabled=lower is not None):
-                    values = function(x, y)
+                    values = function(x, y, rate, torch.tensor(scale))
                 loss = sum(v.float().square().mean() for v in values)
                 assert isinstance(loss, torch.Tensor)
                 backward, written = choose.random() < 0.8, choose.randrange(12)

@@ -1,0 +1,159 @@
+"""What a compiled function computes of numbers and tensors of this process, and what it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import distruntime as dr
+from agree import REMOTE
+from distruntime.compiled.graph import Graph, alive
+from dynamo import DYNAMO_WARNS
+
+# A graph that runs operator by operator says so, and warnings are errors.
+pytestmark = DYNAMO_WARNS
+Function = Callable[[torch.Tensor, Any], Any]
+NUMBERS = (1.0, 0.2, 0.3, 0.3, 0.4, -0.5, 0.6)
+FLOAT, FLOAT32, FLOAT64 = (
+    float,
+    torch.tensor,
+    lambda number: torch.tensor(number, dtype=torch.float64),
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh(session: object) -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function: Function) -> Function:
+    return torch.compile(function, backend="distruntime")
+
+
+def written(x: torch.Tensor, rate: torch.Tensor) -> torch.Tensor:
+    rate.mul_(2)
+    return x * rate
+
+
+def batch(x: torch.Tensor, rate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = torch.stack([rate, rate * 2, rate + 1])
+    return x * rows.to(x), rows + 1
+
+
+def both(x: torch.Tensor, rate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return x * rate + torch.tensor(2.0) * rate, rate * 3, torch.arange(3) + 1
+
+
+FUNCTIONS: dict[str, tuple[Function, tuple[Callable[[float], Any], ...]]] = {
+    "numbers": (lambda x, rate: x * rate + rate * 2.0, (FLOAT, FLOAT32, FLOAT64)),
+    "a temperature": (lambda x, rate: torch.softmax(x / rate, -1), (FLOAT, FLOAT32, FLOAT64)),
+    "integers": (lambda x, rate: x + rate, (lambda number: torch.tensor(int(10 * number)),)),
+    "a gradient": (lambda x, rate: (x * rate).sin().sum() - rate * rate, (FLOAT, FLOAT32, FLOAT64)),
+    "results from here": (both, (FLOAT32, FLOAT64)),
+    "a batch": (batch, (FLOAT32, FLOAT64)),
+    # torch 2.13 itself loses a write to such a tensor of float64, with every backend that traces.
+    "a write": (written, (FLOAT32,)),
+}
+
+
+def outcome(function: Function, number: Any, device: str, backward: bool) -> list[torch.Tensor]:
+    x = torch.arange(3.0).to(device).requires_grad_(backward)
+    found = function(x, number)
+    results = [*found] if isinstance(found, tuple) else [found]
+    if backward:
+        results[0].sum().backward()
+        assert x.grad is not None
+        results.append(x.grad)
+    results += [number] if isinstance(number, torch.Tensor) else []
+    # Each is where it would be if x was on a GPU.
+    assert [one.device.type for one in results if one.device.type != "cpu"] == ["remote"] * (
+        1 + backward
+    ) or (device == "cpu")
+    return [one.detach().cpu() for one in results]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_numbers_of_this_process_change_from_call_to_call(name: str, backward: bool) -> None:
+    function, kinds = FUNCTIONS[name]
+    made, graphs = compiled(function), set[Graph]()
+    for kind in kinds:
+        before = sum(graph.replays for graph in graphs)
+        for number in NUMBERS:
+            wanted = outcome(function, kind(number), "cpu", backward)
+            found = outcome(made, kind(number), REMOTE, backward)
+            for one, other in zip(found, wanted, strict=True):
+                assert one.dtype == other.dtype
+                assert torch.equal(one, other)
+            graphs |= {*alive.values()}
+        # Dynamo makes tensors of floats from the second one on, and a kind of call is recorded at its second.
+        assert sum(graph.replays for graph in graphs) - before >= (len(NUMBERS) - 3) * (1 + backward)
+
+
+def test_a_kept_graph_is_run_backward_twice() -> None:
+    made = compiled(lambda x, rate: ((x * rate).sin() * rate).sum())
+    for number in NUMBERS:
+        x = torch.arange(3.0).to(REMOTE).requires_grad_()
+        loss = made(x, number)
+        loss.backward(retain_graph=True)
+        assert x.grad is not None
+        once = x.grad.clone()
+        loss.backward()
+        assert torch.equal(x.grad.cpu(), once.cpu() * 2)
+
+
+def test_a_program_refuses_what_each_replay_would_send_again() -> None:
+    made, x = compiled(lambda x, rate: x * rate + rate * 2.0), torch.arange(3.0).to(REMOTE)
+    for number in NUMBERS:
+        made(x, number)
+    program = dr.program(lambda x, rate: made(x, rate) + 1)
+    # A first call is not recorded.
+    assert torch.equal(program(x, 0.7).cpu(), x.cpu() * 0.7 + 0.7 * 2.0 + 1)
+    with pytest.raises(dr.errors.NotSupportedError, match="a program cannot hold data of this process"):
+        program(x, 0.7)
+
+
+def test_a_learning_rate_of_this_process_follows_its_schedule() -> None:
+    before, found = {*alive.values()}, []
+    for compiles in (False, True):
+        weight = torch.nn.Parameter(torch.ones(4, device=REMOTE))
+        optimizer = torch.optim.SGD([weight], torch.tensor(0.1), momentum=0.5)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 0.9**k)
+        step: Any = torch.compile(optimizer.step, backend="distruntime") if compiles else optimizer.step
+        for k in range(6):
+            weight.grad = torch.full((4,), k + 1.0, device=REMOTE)
+            step()
+            schedule.step()
+        found.append(weight.detach().cpu())
+    # torch's optimizer multiplies first where it is compiled, and rounds twice.
+    torch.testing.assert_close(*found)
+    assert [graph.replays for graph in {*alive.values()} - before] == [4]
+
+
+def test_what_was_sent_is_freed() -> None:
+    """Each call sends numbers of its own, and its worker lets go of them."""
+    made, x = compiled(lambda x, rate: x * rate + rate), torch.arange(3.0).to(REMOTE)
+    for number in NUMBERS:
+        made(x, number)
+    dr.synchronize()
+    before = torch.remote.memory_allocated(0)
+    for number in NUMBERS * 3:
+        made(x, number)
+    dr.synchronize()
+    assert torch.remote.memory_allocated(0) == before
+
+
+def test_tensors_that_depend_on_remote_ones_are_computed_operator_by_operator() -> None:
+    def function(x: torch.Tensor, rate: torch.Tensor) -> torch.Tensor:
+        return x.cpu() * rate
+
+    with pytest.warns(
+        UserWarning, match="operator by operator, as without it: it has a tensor of this process"
+    ):
+        found = compiled(function)(torch.ones(3, device=REMOTE), torch.tensor(2.0))
+    assert torch.equal(found, torch.full((3,), 2.0))

@@ -195,6 +195,48 @@ def test_a_signal_stops_it_with_code_0_and_no_traceback(
     assert errors.splitlines()[-1].endswith(f"INFO distruntime.worker: stopped: {why}")
 
 
+class Stop(threading.Event):
+    """What a worker's handlers of signals set. Each time, another SIGTERM comes within."""
+
+    sets = 0
+
+    def set(self) -> None:
+        self.sets += 1
+        # The real one has a lock, which a thread cannot take twice.
+        if self.sets == 1:
+            signal.raise_signal(signal.SIGTERM)
+        super().set()
+
+
+@pytest.fixture
+def asked() -> Iterator[tuple[Stop, list[str]]]:
+    """What a worker's handlers of signals say, in this process. Afterwards the handlers are as before."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    stop, reasons = Stop(), list[str]()
+    cli._stop_on_signals(stop, reasons)
+    yield stop, reasons
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_another_sigterm_does_not_kill_a_worker_that_is_ending(asked: tuple[Stop, list[str]]) -> None:
+    """A launcher asks all of its workers to end, and then each while it waits for it."""
+    stop, reasons = asked
+    signal.raise_signal(signal.SIGTERM)
+    assert stop.is_set() and stop.sets == 1
+    # The default would end this process.
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    signal.raise_signal(signal.SIGTERM)
+    assert reasons == ["SIGTERM"] * 3 and stop.sets == 1
+
+
+def test_the_second_ctrl_c_ends_a_worker_that_hangs(asked: tuple[Stop, list[str]]) -> None:
+    stop, reasons = asked
+    signal.raise_signal(signal.SIGINT)
+    assert stop.is_set() and reasons[0] == "Ctrl-C (SIGINT)"
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+
+
 # Nothing here holds this module's names but the module: what is written to `kept` comes out when Python takes
 # the module apart.
 _ENDING = """

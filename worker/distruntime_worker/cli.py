@@ -275,11 +275,17 @@ def _follow(master: int, stop: threading.Event, reasons: list[str]) -> None:
 
 def _stop_on_signals(stop: threading.Event, reasons: list[str]) -> None:
     def handle(number: int, frame: FrameType | None) -> None:
+        first = not reasons
         # Writing the log here could meet the log's own writing half-way.
         reasons.append("Ctrl-C (SIGINT)" if number == signal.SIGINT else signal.Signals(number).name)
-        stop.set()
-        # The second signal ends a worker that hangs.
-        signal.signal(number, signal.SIG_DFL)
+        # Another signal may come while this one sets the event, whose lock cannot be taken twice.
+        if first:
+            stop.set()
+        # The second Ctrl-C ends a worker that hangs. A second SIGTERM does not: launchers ask all workers to
+        # end, and then each while they wait for it. Whatever runs at exit would be left out, such as the
+        # removal of this process's folders. Launchers kill a worker that hangs.
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)

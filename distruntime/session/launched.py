@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from ..log.node import Node
 from ..wire.identity import has_died, out_of_memory_kills
+from ..wire.scratch import sweep
 from .launcher import WorkerProcess
 from .timeouts import left_until
 
@@ -92,13 +93,16 @@ class LaunchedWorkers(list[WorkerProcess | None]):
     def stop(self, deadline: float) -> None:
         """Stop all of them together. Block until `deadline` (of `time.monotonic`) at most.
 
-        Workers that are left then are killed.
+        Workers that are left then are killed. Folders that a killed one has left on this machine are removed.
         """
         started = [worker for worker in self if worker is not None]
         for worker in started:
             worker.terminate()
         for worker in started:
             worker.stop(left_until(deadline))
+        # The next start may be long in coming.
+        if started:
+            sweep()
 
     def leave(self) -> None:
         """Let all of them run on, with the session that they are for."""

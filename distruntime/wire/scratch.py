@@ -1,4 +1,5 @@
-"""Folders in the temporary folder: each has an owner, and goes with the next start once the owner is dead.
+"""Folders in the temporary folder: each has an owner. Once the owner is dead, the folder goes with the next
+start of a session or a worker, or with the end of a session that has started workers.
 
 A folder's owners are the processes that hold a shared lock on it: `flock`, which the kernel lets go of when a
 process ends, however it ends. So no number of a process is looked up that another one may have by now. A

@@ -1,4 +1,6 @@
-"""What killed processes leave in the temporary folder goes with the next start of a session or a worker."""
+"""What killed processes leave in the temporary folder goes with the next start of a session or a worker, and
+what killed workers leave goes with the end of their session.
+"""
 
 from __future__ import annotations
 
@@ -140,6 +142,24 @@ def test_of_killed_workers(temporary: Path, package: Path) -> None:
         until(gone)
         killed(child)
     swept(temporary)
+
+
+def outlived(folder: str, package: str) -> None:
+    """Have a worker make a folder, kill it, and end the session."""
+    at(folder)
+    sys.path.insert(0, package)
+    dr.init_master_worker(world_size=1, quiet=True)
+    dr.workers.ship(importlib.import_module("shipped_here"))
+    print("before", sorted(kinds(Path(folder))), flush=True)
+    os.kill(active_session().nodes[0].welcome.pid, signal.SIGKILL)
+    dr.shutdown()
+    print("after", left(Path(folder)), flush=True)
+
+
+def test_the_end_of_a_session_removes_what_a_killed_worker_has_left(temporary: Path, package: Path) -> None:
+    with Child(outlived, str(temporary), str(package)) as child:
+        assert child.expect("before", STARTING) == "['code', 'session']"
+        assert child.expect("after") == "[]"
 
 
 def nursery(folder: str) -> None:

@@ -132,7 +132,8 @@ def test_a_learning_rate_of_this_process_follows_its_schedule() -> None:
         found.append(weight.detach().cpu())
     # torch's optimizer multiplies first where it is compiled, and rounds twice.
     torch.testing.assert_close(*found)
-    assert [graph.replays for graph in {*alive.values()} - before] == [4]
+    # The first step makes the momentum, in a graph of its own. The others are a first call, and a recording.
+    assert sorted(graph.replays for graph in {*alive.values()} - before) == [0, 3]
 
 
 def test_what_was_sent_is_freed() -> None:

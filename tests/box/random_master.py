@@ -28,8 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import distruntime as dr
 from compiled_programs import differs
@@ -44,7 +42,7 @@ CALLS, TIMED, LOOKS = 12, 2000, 5
 # Nodes are all back so many seconds after a failure, at the latest.
 BACK = 120.0
 RAISED = "raised "
-# Compiling takes seconds, so it comes seldom. A round of soak has one of each turn.
+# Compiling takes seconds, so it comes seldom.
 _TURNS = (
     *("operations",) * 4,
     "look",
@@ -54,6 +52,8 @@ _TURNS = (
     *("operations",) * 2,
     "compiled",
 )
+# What is compiled in a round of soak was compiled in the first one. torch 2.13 keeps some 2 MiB of each
+# function that is compiled anew, with tensors of this process, too.
 _ROUND = ("operations", "operations", "operations", "recorded", "look")
 
 
@@ -66,19 +66,6 @@ def told(error: BaseException) -> str:
     """Return how an error is said."""
     last = "".join(traceback.format_exception(error, limit=-4))[-3000:]
     return f"{RAISED}{type(error).__name__}: {str(error)[:1500]}\n{last}"
-
-
-def forget_sizes() -> None:
-    """Let go of what torch's compiler knows of sizes that vary: `torch._dynamo.reset` leaves that, too.
-
-    Tensors without data hold it in C++, where no collection sees it, and caches of its methods hold it.
-    """
-    for one in gc.get_objects():
-        if type(one) is ShapeEnv and one.tracked_fakes:
-            one.tracked_fakes.clear()
-    for method in vars(ShapeEnv).values():
-        if clear := getattr(method, "cache_clear", None):
-            clear()
 
 
 class Master:
@@ -94,6 +81,8 @@ class Master:
         self.world: World | None = None
         self.reader: tuple[str, Reader] = ("", Reader())
         self.publisher: Publisher | None = None
+        # Compiled functions serve the next session, too.
+        self.functions: dict[tuple[object, ...], Callable[..., Any]] = {}
         self.published = 0
         self.beside: list[str] = []
         self.thread: threading.Thread | None = None
@@ -127,6 +116,7 @@ class Master:
     def share(self) -> None:
         """Make what programs share, and begin to publish beside them."""
         self.world = World(self.folder)
+        self.world.compiled = self.functions
         if self.options["publishes"]:
             made = self.publisher = Publisher(self.world)
             # Versions go on where those of the last world ended: who reads them sees them grow.
@@ -205,11 +195,7 @@ class Master:
         return ""
 
     def compiled(self, seed: int) -> str:
-        found = differs(seed)
-        # torch keeps some 2 MiB of each function there, and `torch._dynamo.reset` leaves them.
-        FakeTensorMode.cache_clear()
-        forget_sizes()
-        return found
+        return differs(seed)
 
     def look(self, seed: int) -> str:
         """Read what the one that publishes has published last."""
@@ -254,10 +240,9 @@ class Master:
         """
         stays = self.options["publishes"]
         x = torch.zeros(3)
-        kinds = (*_ROUND, "compiled") if stays else _ROUND
         while not self.stop.exists():
             right = self.open() or (self.piece("session", self.begin) and self.piece("world", self.share))
-            for k, kind in enumerate(kinds if right else ()):
+            for k, kind in enumerate(_ROUND if right else ()):
                 self.piece(kind, partial(getattr(self, kind), self.seed + k), self.seed + k)
             self.known()
             there = x.to(dr.place(0, "cpu"))

@@ -11,6 +11,8 @@ from pathlib import Path
 DEVICE, DEFAULT, LOCAL, MESH, SPMD = "device", "default", "local", "mesh", "spmd"
 # What became of a test that failed, and that failed with an error of the same class in processes of its own.
 ALIKE = "failed alike"
+# Seconds of one test.
+PATIENCE = 120
 
 
 @dataclass
@@ -52,6 +54,10 @@ class Plan:
     seed: int = 0
     # The Kth of N slices of each file's tests.
     slice: tuple[int, int] | None = None
+    # Whole names of tests; then no sample is drawn.
+    exactly: list[str] = field(default_factory=list)
+    # Seconds of one test.
+    patience: int = PATIENCE
 
     @classmethod
     def read(cls, path: str) -> Plan:

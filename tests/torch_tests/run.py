@@ -38,8 +38,10 @@ ROOT = HERE.parents[1]
 sys.path.append(str(ROOT / "tests" / "help"))
 from revision import revision  # noqa: E402
 
-# Seconds of one test. A child that says nothing for longer than SILENCE hangs where no signal is seen.
-PATIENCE, SILENCE = 120, 300.0
+# A test that has needed all its time gets so many times as much: beside other work a loop of reads is slow.
+MORE = 5
+# Seconds. A child that says nothing for so much longer than a test may take, hangs where no signal is seen.
+SILENCE = 180.0
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "DISTRUNTIME_QUIET": "1",
@@ -124,7 +126,7 @@ def _child(plan: Plan, folder: Path, log: Path) -> str:
     settings.write_text("[pytest]\n", encoding="utf-8")
     arguments = [sys.executable, "-m", "pytest", "-c", str(settings), "--rootdir", str(folder), "-q", "-s"]
     arguments += ["-p", "torch_tests_plugin", "-p", "no:cacheprovider", "--noconftest", "--disable-warnings"]
-    arguments += [f"--timeout={PATIENCE}", "--timeout-method=signal", "--continue-on-collection-errors"]
+    arguments += [f"--timeout={plan.patience}", "--timeout-method=signal", "--continue-on-collection-errors"]
     # In Python 3.11, pytest's own tracebacks of deep calls fail: "AST constructor recursion depth mismatch".
     arguments += ["--tb=native"]
     # pytest would format what torch's LoggingTensor logs, which is no text for it.
@@ -149,10 +151,10 @@ def _child(plan: Plan, folder: Path, log: Path) -> str:
                 status = child.wait(5)
                 break
             except subprocess.TimeoutExpired:
-                if time.time() - rows.stat().st_mtime > SILENCE:
+                if time.time() - rows.stat().st_mtime > plan.patience + SILENCE:
                     os.killpg(child.pid, signal.SIGKILL)
                     child.wait()
-                    return f"said nothing for {SILENCE:.0f} s"
+                    return f"said nothing for {plan.patience + SILENCE:.0f} s"
     # pytest ends with 1 if a file could not be imported, and with 5 if no test was left.
     return "" if status in (0, 1, 5) else f"ended with status {status}"
 
@@ -168,6 +170,20 @@ def look_again(found: Found, folder: Path) -> None:
         row.here = outcomes.get(name, row.here)
 
 
+def run_slow_ones_again(found: Found, plan: Plan, folder: Path, causes: list[Cause]) -> None:
+    """Run with more time what has failed for no known reason and has needed all its time."""
+    slow = [row for row in found.rows if row.seconds >= plan.patience and unexplained(row, causes)]
+    if not slow:
+        return
+    most = {row.file: plan.most[row.file] for row in slow}
+    names = [row.test for row in slow]
+    again = run_group(replace(plan, most=most, exactly=names, patience=MORE * plan.patience), folder)
+    look_again(again, folder)
+    rows = {row.test: row for row in again.rows}
+    found.rows = [rows.get(row.test, row) for row in found.rows]
+    found.deaths += again.deaths
+
+
 # -- what was found -------------------------------------------------------------------------------------
 
 
@@ -180,10 +196,14 @@ def now_passing(found: Sequence[Found], causes: list[Cause]) -> Iterator[str]:
                 yield f"now passes: {row.test} ({named[row.test].why})"
 
 
+def unexplained(row: Row, causes: list[Cause]) -> bool:
+    return row.outcome == "failed" and cause_of(row, causes) is None
+
+
 def tell(group: Found, causes: list[Cause]) -> None:
     """Print the tests that fail for no known reason, and the children that have died."""
     for row in group.rows:
-        if row.outcome == "failed" and cause_of(row, causes) is None:
+        if unexplained(row, causes):
             error, where = " ".join(row.error.split())[:500], " ".join(row.where)
             print(f"unexplained [{group.mode}]: {row.test}\n    {error}\n    {where}", flush=True)
     for death in group.deaths:
@@ -245,6 +265,7 @@ def run_groups(options: argparse.Namespace, folder: Path, causes: list[Cause]) -
         plan = Plan(mode, files, "", [], without, only, options.seed, options.slice)
         found = run_group(plan, folder) if files else Found(mode)
         look_again(found, folder)
+        run_slow_ones_again(found, plan, folder, causes)
         tell(found, causes)
         return found
 
@@ -325,8 +346,8 @@ def main() -> int:
         everything = record.with_new(record.read(record.PATH), new)
         record.write(record.PATH, everything)
         record.on_page(options.page, everything, f"with {versions}")
-    unexplained = any(entry.counts.get("unexplained") for entry in new)
-    return 1 if unexplained or any(group.deaths for group in run.found) else 0
+    unknown = any(entry.counts.get("unexplained") for entry in new)
+    return 1 if unknown or any(group.deaths for group in run.found) else 0
 
 
 if __name__ == "__main__":

@@ -239,6 +239,53 @@ def test_the_test_in_which_a_process_ended_has_failed(lane: Any, tmp_path: Path)
     assert lane("run").kept(path) == run
 
 
+def test_what_has_needed_all_its_time_and_failed_runs_again_with_more(
+    lane: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, rows = lane("run"), lane("rows")
+    most = {"f.py": 7, "g.py": 3}
+    plan = rows.Plan("device", most, "", [], [], [])
+    names = [f"{file}::C::test_{name}" for file in most for name in ("fails", "is_slow", "is_explained")]
+    found = run.Found("device", [failed(lane, names[0], seconds=plan.patience - 1)])
+    found.rows += [failed(lane, name, seconds=plan.patience) for name in names[1:3]]
+    found.rows.append(rows.Row(names[4], "passed", seconds=plan.patience + 1))
+    before = list(found.rows)
+    asked = []
+
+    def run_group(plan: Any, folder: Path) -> Any:
+        asked.append(plan)
+        return run.Found("device", [rows.Row(name, "passed") for name in plan.exactly])
+
+    monkeypatch.setattr(run, "run_group", run_group)
+    explained = [lane("expected").Cause("torch", "it has no storage", tests=names[2:3])]
+    run.run_slow_ones_again(found, plan, tmp_path, explained)
+    (again,) = asked
+    assert (again.most, again.exactly) == ({"f.py": 7}, names[1:2])
+    assert again.patience == run.MORE * plan.patience
+    assert found.rows == [before[0], rows.Row(names[1], "passed"), *before[2:]]
+    run.run_slow_ones_again(found, plan, tmp_path, explained)
+    assert len(asked) == 1
+
+
+@pytest.mark.slow(reason="a process of the lane's own begins a session")
+def test_a_child_runs_what_is_named_exactly_and_ends_it_with_its_time(lane: Any, tmp_path: Path) -> None:
+    (tmp_path / "test_f.py").write_text(
+        "import threading, unittest\n"
+        "class T(unittest.TestCase):\n"
+        "    def test_a(self): threading.Event().wait()\n"
+        "    def test_a_b(self): pass\n",
+        encoding="utf-8",
+    )
+    plan = lane("rows").Plan("local", {"test_f.py": 0}, "", [], [], [])
+    plan.exactly, plan.patience = ["test_f.py::T::test_a"], 1
+    found = lane("run").run_group(plan, tmp_path)
+    assert (found.deaths, found.of) == ([], {"test_f.py": 2})
+    assert [(row.test, row.outcome, row.error) for row in found.rows] == [
+        ("test_f.py::T::test_a", "failed", "Failed: Timeout (>1.0s) from pytest-timeout.")
+    ]
+    assert found.rows[0].seconds >= plan.patience
+
+
 def test_a_folder_without_tests_is_refused(
     lane: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

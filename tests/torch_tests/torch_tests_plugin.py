@@ -27,7 +27,7 @@ from _pytest.runner import runtestprotocol
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distruntime as dr
-from rows import ALIKE, DEFAULT, DEVICE, LOCAL, MESH, SPMD, Plan, Row, append, twin
+from rows import ALIKE, DEFAULT, DEVICE, LOCAL, MESH, PATIENCE, SPMD, Plan, Row, append, twin
 
 # What such an error misses may have been raised too late. Another error would only come again.
 TOO_LATE = re.compile(
@@ -35,8 +35,6 @@ TOO_LATE = re.compile(
 )
 # The time of a test ends with this, also while its operations are waited for.
 LATE_ALARM = (pytest.fail.Exception,)
-# What waits longer has lost its answer.
-PATIENCE = 120.0
 # This file has a way of its own: see `inductor_tests.py`.
 INDUCTOR = "test_torchinductor"
 
@@ -195,7 +193,7 @@ class Runner:
             common_distributed.requires_accelerator_dist_backend = lambda backends=None: lambda test: test
 
     def _open(self) -> None:
-        dr.init_master_worker(world_size=1, timeout=PATIENCE)
+        dr.init_master_worker(world_size=1, timeout=max(PATIENCE, self.plan.patience))
         dr.config(num_threads=1)
 
     # -- which tests -------------------------------------------------------------------------------------
@@ -242,6 +240,8 @@ class Runner:
             chosen = {name for name in chosen if in_slice(name, *self.plan.slice)}
         if self.plan.only:
             chosen = {item.nodeid for item in wanted if any(part in item.nodeid for part in self.plan.only)}
+        if self.plan.exactly:
+            chosen = set(self.plan.exactly)
         chosen -= set(self.plan.done)
         chosen = {name for name in chosen if not any(fnmatchcase(name, slow) for slow in self.plan.without)}
         items[:] = [item for item in wanted if item.nodeid in chosen]

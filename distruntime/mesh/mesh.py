@@ -143,6 +143,27 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         seen: DeviceMesh = torch_mesh
         return seen
 
+    def _joined(self, others: Sequence[DeviceMesh], torch_mesh: Any) -> DeviceMesh:
+        """Make a mesh that torch has joined of this one and others a mesh of the same members.
+
+        torch takes meshes of equal ranks for equal, and remembers the results of operators by mesh. So the
+        mesh of a DTensor may show dimensions of another whole mesh than the one that its user has named.
+        """
+        return self._seen(torch_mesh, tuple(chain(*(mesh._dims_of(self._whole) for mesh in (self, *others)))))
+
+    def _dims_of(self, whole: DeviceMesh) -> tuple[tuple[int, ...], ...]:
+        """Return the dimensions that it shows by their numbers in another whole mesh of the same members."""
+        if whole is self._whole:
+            return self._dims
+        same_members = whole._mesh_log is self._mesh_log
+        found = [_dims_by(indices, whole._sizes) for indices in zip(*self.coordinates()) if same_members]
+        dims = tuple(one for one in found if one is not None)
+        if len(dims) < self.ndim:
+            raise UsageError(
+                f"{self!r} shows no dimensions of {whole!r}: join those that mesh[...] gives of one mesh"
+            )
+        return dims
+
     @without_our_frames
     def select(self, **where: int) -> DeviceMesh:
         """Return the mesh of the members at these coordinates: `mesh.select(dp=0)` is the first row.
@@ -169,12 +190,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
 
     def coordinates(self) -> list[tuple[int, ...]]:
         """Return each member's coordinates in the dimensions of this mesh."""
-        sizes = self._whole._sizes
-
-        def index(dims: tuple[int, ...], at: tuple[int, ...]) -> int:
-            return reduce(lambda found, dim: found * sizes[dim] + at[dim], dims, 0)
-
-        return [tuple(index(dims, at) for dims in self._dims) for at in product(*map(range, sizes))]
+        return [*zip(*(_along(dims, self._whole._sizes) for dims in self._dims))]
 
     @without_our_frames
     def coordinate(self, dim: int | str = 0) -> DistributedTensor:
@@ -343,6 +359,21 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
 
 
 _names = count()
+
+
+def _along(dims: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Return each member's index along some dimensions of a whole mesh, row by row."""
+    return [
+        reduce(lambda found, dim: found * sizes[dim] + at[dim], dims, 0) for at in product(*map(range, sizes))
+    ]
+
+
+def _dims_by(indices: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...] | None:
+    """Return along which dimensions of a whole mesh the members have these indices; None if along none."""
+    # A step along one of its dimensions is a step of as many indices, and an outer one's is larger.
+    steps = [indices[prod(sizes[dim + 1 :])] if size > 1 else 0 for dim, size in enumerate(sizes)]
+    dims = tuple(sorted(filter(steps.__getitem__, range(len(sizes))), key=steps.__getitem__, reverse=True))
+    return dims if _along(dims, sizes) == list(indices) else None
 
 
 @without_our_frames

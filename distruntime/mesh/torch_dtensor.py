@@ -133,7 +133,7 @@ def _joined(concatenate: Callable[..., Any]) -> Callable[..., Any]:
     def choose(device_mesh_list: Any) -> Any:
         made = concatenate(device_mesh_list)
         if all(hasattr(mesh, "_home") for mesh in device_mesh_list):
-            made = device_mesh_list[0]._seen(made, sum((mesh._dims for mesh in device_mesh_list), ()))
+            made = device_mesh_list[0]._joined(device_mesh_list[1:], made)
         return made
 
     return choose

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
@@ -121,6 +121,46 @@ def test_two_meshes_of_one_shape(two_workers: None) -> None:
         model = copied(serial, mesh)
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         train(mesh, sharded(model, mesh["dp"]), serial, whole=False)
+
+
+def in_both(mesh: dr.mesh.DeviceMesh) -> nn.Module:
+    model = copied(MLP(), mesh)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return sharded(model, mesh["dp"])
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+def test_two_meshes_of_the_same_members_that_count_their_dimensions_otherwise(two_workers: None) -> None:
+    """The DTensors of the second one have a mesh of the first one, which torch has remembered."""
+    places = [dr.place(k, f"cuda:{g}") for g in (0, 1) for k in (0, 1)]
+    first = dr.init_device_mesh(places, (2, 2, 1), mesh_dim_names=("dp", "tp", "pp"))
+    serial = MLP()
+    parallelize_module(copied(serial, first), first["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    mesh = dr.init_device_mesh(places, (1, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    for p, q in zip(in_both(mesh).parameters(), serial.parameters()):
+        assert isinstance(p, DTensor) and isinstance(p.device_mesh, dr.mesh.DeviceMesh)
+        assert p.device_mesh.coordinates() == mesh["dp", "tp"].coordinates()
+        everywhere = p.detach().redistribute(placements=[Replicate(), Replicate()])
+        same(everywhere.redistribute(placements=p.placements), q)
+
+
+def test_joined_dimensions_are_of_the_first_ones_mesh(two_workers: None) -> None:
+    join: Any = dr.mesh.DeviceMesh._concatenate
+    places = [dr.place(k, f"cuda:{g}") for g in (0, 1) for k in (0, 1)]
+    fine = dr.init_device_mesh(places, (2, 1, 2), mesh_dim_names=("dp", "one", "tp"))
+    flat = dr.init_device_mesh(places, (4,), mesh_dim_names=("dp",))
+    other = dr.init_device_mesh(places[::-1], (2, 2), mesh_dim_names=("dp", "tp"))
+    coarse = dr.init_device_mesh(places, (2, 2), mesh_dim_names=("dp", "tp"))
+    assert join([coarse["tp"], fine["one"], fine["dp"]]).coordinates() == [
+        (0, 0, 0),
+        (1, 0, 0),
+        (0, 0, 1),
+        (1, 0, 1),
+    ]
+    assert join([coarse["dp"], fine["tp"]]).lines("tp") is coarse.lines("tp")
+    for stranger in (fine["tp"], other["tp"]):
+        with pytest.raises(dr.errors.UsageError, match=r"shows no dimensions of .*: join those that mesh"):
+            stranger._dims_of(flat)
 
 
 def test_mixed_precision(two_workers: None) -> None:

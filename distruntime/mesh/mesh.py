@@ -252,7 +252,8 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         What they draw follows this process's own generator, which `torch.manual_seed` seeds.
         """
         base = int(torch.randint(1 << 62, (1,), generator=generator, device="cpu"))
-        cut = tuple(k for k, placement in enumerate(placements) if placement.is_shard())
+        # torch does not call a shard one that tensor parallelism has cut before.
+        cut = tuple(k for k, p in enumerate(placements) if not (p.is_replicate() or p.is_partial()))
         kept, key = self._whole._kept, ("shards", self._dims, cut)
         if key not in kept:
             shards = []

@@ -32,7 +32,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 import distruntime as dr
-from meshes import MLP, SHAPES, copied, make, same, same_gradients, same_parameters, two_workers
+from meshes import MLP, SHAPES, copied, make, same, same_gradients, same_parameters, two_workers, whole
 from processes import slots, until
 
 with warnings.catch_warnings():
@@ -161,6 +161,14 @@ def test_joined_dimensions_are_of_the_first_ones_mesh(two_workers: None) -> None
     for stranger in (fine["tp"], other["tp"]):
         with pytest.raises(dr.errors.UsageError, match=r"shows no dimensions of .*: join those that mesh"):
             stranger._dims_of(flat)
+
+
+def test_layers_that_both_cut_draw_each_number_once(two_workers: None) -> None:
+    for p in in_both(make("2x2")).parameters():
+        assert isinstance(p, DTensor)
+        drawn = whole(nn.init.normal_(p))
+        assert drawn[0].unique().numel() == p.numel()
+        assert all(torch.equal(t, drawn[0]) for t in drawn)
 
 
 def test_mixed_precision(two_workers: None) -> None:

@@ -74,6 +74,8 @@ class Spmd:
         A test that fails leaves it as it is, since SPMD then ends this process.
         """
         self._put_aside()
+        # Tests raise the level of what torch.distributed tells, and leave it: torch ends their processes.
+        dist.set_debug_level_from_env()
         with (
             mock.patch.object(dist, "init_process_group", self._begin),
             mock.patch.object(c10d, "init_process_group", self._begin),

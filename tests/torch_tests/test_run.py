@@ -163,7 +163,10 @@ def test_what_fails_alone_too_is_explained_by_a_known_cause_first(lane: Any) -> 
 
 @pytest.mark.slow(reason="two processes import torch's own test bases")
 def test_a_test_of_ranks_finds_the_group_of_spmd(lane: Any, session: Any) -> None:
-    """It begins and ends torch.distributed, and a subgroup of one test takes no name of another one's."""
+    """It begins and ends torch.distributed, and a subgroup of one test takes no name of another one's.
+
+    What a test makes torch.distributed tell ends with it.
+    """
     folder = str(Path(__file__).parent)
 
     def part(answered: bool) -> list[object]:
@@ -177,7 +180,8 @@ def test_a_test_of_ranks_finds_the_group_of_spmd(lane: Any, session: Any) -> Non
             spmd_ranks._spmd.append(spmd_ranks.Spmd())
         before = dist.group.WORLD
         with spmd_ranks._spmd[0].as_a_test_finds_it():
-            begun = [dist.is_initialized()]
+            begun = [dist.is_initialized(), dist.get_debug_level().name]
+            dist.set_debug_level(dist.DebugLevel.DETAIL)
             store = dist.HashStore()
             # Two ranks are a group of SPMD's. One rank is a group of the test's own.
             size, rank = (2, int(os.environ["RANK"])) if answered else (1, 0)
@@ -193,8 +197,8 @@ def test_a_test_of_ranks_finds_the_group_of_spmd(lane: Any, session: Any) -> Non
     mesh = dr.init_device_mesh("cpu", (2,))
     run: Any = dr.spmd(mesh, part, returns=object, timeout=60)
     for _ in range(2):
-        assert dr.fetch(run(True)) == [[False, True, False, 2.0, True]] * 2
-        assert dr.fetch(run(False)) == [[False, False, False, 1.0, True]] * 2
+        assert dr.fetch(run(True)) == [[False, "OFF", True, False, 2.0, True]] * 2
+        assert dr.fetch(run(False)) == [[False, "OFF", False, False, 1.0, True]] * 2
 
 
 def test_a_list_with_an_unknown_kind_is_refused(lane: Any, tmp_path: Path) -> None:

@@ -74,19 +74,25 @@ def matmul_into(first: torch.Tensor, second: torch.Tensor, *, out: torch.Tensor)
     return torch.add(torch.matmul(first, second), 0, out=out)
 
 
-def into_out(returning: Operator) -> Kernel:
-    """Return the kernel of an operator with `out` whose formula for a subclass leaves `out` as it was."""
+def rank_into_out(returning: Operator) -> Kernel:
+    """Return the kernel that writes a rank into `out`, which the formula for a subclass leaves as it was."""
 
     def run(*args: object, out: torch.Tensor, **kwargs: object) -> torch.Tensor:
         found: torch.Tensor = returning(*args, **kwargs)  # type: ignore[assignment]
-        # An operator with `out` resizes it, and refuses one of another dtype, in torch's own words.
+        # `add` would refuse these, too, in words of its own.
+        if out.dtype is torch.bool:
+            raise RuntimeError(
+                "torch.linalg.matrix_rank: Expected result to be safely castable from Long dtype, "
+                "but got result with dtype Bool"
+            )
+        # An operator with `out` resizes it.
         return torch.add(found, 0, out=out)
 
     return run
 
 
 KERNELS: dict[Operator, Kernel] = {
-    **{op: into_out(returning) for op, returning in RANKS.items()},
+    **{op: rank_into_out(returning) for op, returning in RANKS.items()},
     _aten.matmul.out: matmul_into,
     _aten.one_hot.default: one_hot,
     _aten.ctc_loss.Tensor: lambda *args: ctc_loss(DistributedTensor, _aten.ctc_loss.Tensor, args, {}),

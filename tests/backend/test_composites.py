@@ -260,6 +260,16 @@ def test_the_rank_of_a_matrix_is_written_into_out(device: str, how: dict[str, An
     return found, whole
 
 
+def test_a_rank_is_not_written_as_a_truth_value(session: Session) -> None:
+    said = []
+    for device in ("cpu", REMOTE):
+        out = torch.empty(0, dtype=torch.bool, device=device)
+        with pytest.raises(RuntimeError) as refused:
+            torch.linalg.matrix_rank(torch.eye(2, device=device), out=out)
+        said.append(str(refused.value))
+    assert said[0] == said[1]
+
+
 SIZES = [((2, 3, 4), (4, 5)), ((2, 3, 4), (4,)), ((4,), (2, 4, 5)), ((3, 4), (4, 5))]
 
 

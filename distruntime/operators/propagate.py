@@ -132,6 +132,8 @@ LENGTHS: dict[str, Callable[[Sequence[Any]], int]] = {
 
 # A meta kernel that cannot tell says one of these.
 _SAYS_NOTHING = ("data-dependent", "meta tensors", "Meta tensor", "meta tensor")
+# Some of torch's meta kernels take fakes only, and ask them for their device.
+_OF_FAKES = "fake_device"
 
 
 def _replaced(value: Any, twins: Iterator[torch.Tensor]) -> Any:
@@ -307,8 +309,10 @@ def _propagate(
         # A meta kernel says by any exception what is wrong with its arguments.
         if is_of_handler(error):
             raise
-        if isinstance(error, NotImplementedError) or (
-            isinstance(error, RuntimeError) and any(word in str(error) for word in _SAYS_NOTHING)
+        if (
+            isinstance(error, NotImplementedError)
+            or (isinstance(error, RuntimeError) and any(word in str(error) for word in _SAYS_NOTHING))
+            or (isinstance(error, AttributeError) and error.name == _OF_FAKES)
         ):
             raise NeedsWorker from None
         raise refusal(func, args, kwargs, before, error, cpu_kernels) or NeedsWorker() from None

@@ -24,6 +24,21 @@ def test_the_margin_loss_of_a_single_sample_has_the_shape_of_its_target(
     return loss, slope
 
 
+def test_the_worker_answers_where_a_meta_kernel_takes_fakes_only(session: Any) -> None:
+    """torch's own fails with an AttributeError. The operator has kernels for GPUs, and says so elsewhere."""
+
+    def product(device: str) -> torch.Tensor:
+        weight = torch.zeros(8, 1, 32, 4, dtype=torch.int32, device=device)
+        x, scales = (
+            torch.zeros(size, dtype=torch.bfloat16, device=device) for size in ((32, 32), (1, 64, 2))
+        )
+        return torch._weight_int4pack_mm(x, weight, 32, scales).cpu()
+
+    for device in ("cpu", REMOTE):
+        with pytest.raises(NotImplementedError, match="Could not run 'aten::_weight_int4pack_mm'"):
+            product(device)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @agrees
 def test_the_norms_of_half_a_weight_are_whole(device: str, dtype: torch.dtype) -> Any:

@@ -55,7 +55,8 @@ class Layout:
         self._opened, self._moves = opened, moves
         self._acts = list(recording.acts)
         self._held = {path: tensor._handle for path, tensor in paths.items()}
-        self.current = dict(current_streams.get())
+        # A plan that names its streams keeps them. Another one would keep a thread of the worker for nothing.
+        self.current = dict(current_streams.get()) if recording.several else {}
         self._find_uses()
         keeping = self._keep(kept)
         self._note_known(before, given)

@@ -750,3 +750,14 @@ def test_a_graph_that_nobody_may_call_is_not_shown() -> None:
     torch._dynamo.reset()
     gc.collect()
     assert len(dr.profiler.compiled_graphs()) <= before
+
+
+def test_a_recording_does_not_keep_the_stream_that_it_was_made_on() -> None:
+    """A worker has a thread for each stream that is kept, and a graph a recording for each stream."""
+    step, x, numbers = compiled(lambda x: x * 2 + 1), x_at(), set[int]()
+    for _ in range(5):
+        with dr.Stream() as stream:
+            _often(step, x)
+        numbers.add(stream.number)
+        del stream
+    assert len(numbers) == 1

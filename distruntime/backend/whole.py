@@ -46,6 +46,9 @@ def recurrent(op: Operator) -> Kernel:
     def run(*args: object, **kwargs: object) -> object:
         tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         proxies = [t for t in tensors if type(t) is DistributedTensor]
+        if not proxies:
+            # They are a transform's, or functional tensors of a trace.
+            return _by_formula(op, args, kwargs)
         place = common_place(DistributedTensor, op, args, kwargs)
         given, sizes = args, args[1]
         if op._overloadname == "data" and not isinstance(sizes, DistributedTensor):

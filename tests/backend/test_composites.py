@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import aot_function, nop
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -296,3 +297,22 @@ def test_a_product_is_not_written_where_torch_refuses(
     a, b = tensor(device, *sizes[0], grad=True), tensor(device, *sizes[1], seed=1)
     with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
         torch.matmul(a, b, out=torch.empty(0, device=device))
+
+
+@pytest.mark.parametrize("kind", [torch.nn.RNN, torch.nn.GRU, torch.nn.LSTM])
+def test_a_recurrent_layer_is_traced_by_aot_autograd(session: Session, kind: type[torch.nn.Module]) -> None:
+    """The tensors of its trace are functional ones, and none of them is at a place."""
+    layer, x = kind(4, 3).to(REMOTE), tensor(REMOTE, 5, 2, 4)
+    weights = dict(layer.named_parameters())
+
+    def run(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.func.functional_call(layer, weights, (x,))[0]
+        return found
+
+    traced = aot_function(run, nop)(weights, x)
+    torch.testing.assert_close(traced.cpu(), run(weights, x).cpu())
+    slopes, wanted = (
+        torch.autograd.grad(found.sum(), [*weights.values()]) for found in (traced, run(weights, x))
+    )
+    for slope, want in zip(slopes, wanted):
+        torch.testing.assert_close(slope.cpu(), want.cpu())

@@ -22,6 +22,7 @@ from .draws import is_state
 from .dynamo import DECIDING, has_remote
 from .graph import Graph
 from .here import Parted, part
+from .saved import as_proxies, bundle_of, open_slots
 
 # Dynamo and AOTAutograd hand over functions of whatever tensors a graph has.
 Compiled = Callable[..., Any]
@@ -217,9 +218,11 @@ def _takes_a_list(run: Compiled) -> Compiled:
 
 def _boxed(run: Compiled) -> Compiled:
     def call(args: list[object]) -> object:
-        given = tuple(args)
-        args.clear()
-        return run(*given)
+        # Its forward graph may have been recorded.
+        held = bundle_of(args)
+        if held is not None:
+            open_slots(args, held)
+        return run(*as_proxies(args))
 
     return _takes_a_list(call)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -93,6 +94,21 @@ def test_numbers_of_this_process_change_from_call_to_call(name: str, backward: b
             graphs |= {*alive.values()}
         # Dynamo makes tensors of floats from the second one on, and a kind of call is recorded at its second.
         assert sum(graph.replays for graph in graphs) - before >= (len(NUMBERS) - 3) * (1 + backward)
+
+
+def test_a_number_of_this_process_has_a_gradient_here() -> None:
+    """Its backward graph brings it here, and so runs operator by operator. What was saved is handed to it."""
+    made, found = compiled(lambda x, rate: (x * rate).sin().sum() * rate), list[object]()
+    for function, device in ((lambda x, rate: (x * rate).sin().sum() * rate, "cpu"), (made, REMOTE)):
+        for number in NUMBERS:
+            x = torch.arange(3.0).to(device).requires_grad_()
+            rate = torch.tensor(number, requires_grad=True)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "a graph that torch.compile has traced runs operator by")
+                function(x, rate).backward()
+            assert rate.grad is not None and x.grad is not None and rate.grad.device.type == "cpu"
+            found.append([rate.grad.tolist(), x.grad.tolist()])
+    assert found[: len(NUMBERS)] == found[len(NUMBERS) :]
 
 
 def test_a_kept_graph_is_run_backward_twice() -> None:

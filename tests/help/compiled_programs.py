@@ -283,13 +283,14 @@ def run(seed: int, compiler: Callable[[Any], Any], calls: int = 16) -> list[Any]
             lower = choose.choice((None, None, None, torch.bfloat16, torch.float16))
             if usual:
                 box.number, box.flag, stream, lower = 1.0, False, None, None
-            rate, scale = choose.choice((0.5, 0.5, 0.25, 3.0, 1.5)), choose.choice((2.0, 0.125))
+            rate, scale = choose.choice((0.5, 0.5, 0.25, 3.0, 1.5)), torch.tensor(choose.choice((2.0, 0.125)))
+            scale.requires_grad_(kind == 4)
             if stream is not None:
                 around.enter_context(stream)
             box.zero_grad()
             try:
                 with torch.autocast("remote", dtype=lower, enabled=lower is not None):
-                    values = function(x, y, rate, torch.tensor(scale))
+                    values = function(x, y, rate, scale)
                 loss = sum(v.float().square().mean() for v in values)
                 assert isinstance(loss, torch.Tensor)
                 backward, written = choose.random() < 0.8, choose.randrange(12)
@@ -298,7 +299,7 @@ def run(seed: int, compiler: Callable[[Any], Any], calls: int = 16) -> list[Any]
                 refused = False
                 if loss.requires_grad and backward:
                     refused = not _backward(loss)
-                gradients = [p.grad for p in (box.w, box.b, box.c, x) if p.grad is not None]
+                gradients = [p.grad for p in (box.w, box.b, box.c, x, scale) if p.grad is not None]
                 if choose.random() < 0.4:
                     for gradient in gradients:
                         gradient.mul_(0.75)

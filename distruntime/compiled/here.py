@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..log.handle import REMOTE_TYPES
 from .constants import copy_needed, is_constant, is_here
 
-_SEND = torch.ops.aten._to_copy.default
+_COPY = torch.ops.aten._to_copy.default
 
 
 class Parted(NamedTuple):
@@ -75,8 +75,10 @@ def part(module: GraphModule) -> Parted | None:
     if any(_remote_value(user) is None for node in edge for user in users[node]):
         return None
     # Remote tensors meet numbers only. What has dimensions is sent by an operator of the graph's own.
-    if any(node.meta["val"].dim() and user.target is not _SEND for node in edge for user in users[node]):
+    if any(node.meta["val"].dim() and user.target is not _COPY for node in edge for user in users[node]):
         return None
+    # A fake for each, as it is once it is sent.
+    sent = [found for node in edge if (found := _remote_value(users[node][0])) is not None]
     here, left = Graph(), Graph()
     made: dict[Node, Node] = {}
     wanted = [*edge, *(results[k] for k in returned)]
@@ -89,9 +91,9 @@ def part(module: GraphModule) -> Parted | None:
     for node in placeholders:
         if node not in own:
             kept[node] = left.node_copy(node)
-    for node in edge:
+    for node, found in zip(edge, sent):
         kept[node] = left.placeholder(f"sent_{node.name}")
-        kept[node].meta["val"] = _remote_value(users[node][0])
+        kept[node].meta["val"] = found
     for node in module.graph.nodes:
         # A constant comes with what reads it.
         if node is not output and node not in own and node not in constant:
@@ -104,7 +106,7 @@ def part(module: GraphModule) -> Parted | None:
             results[k] = kept[one]
     last = left.output(tuple(results))
     last.meta = {**output.meta}
-    devices = [found.device for node in edge if (found := _remote_value(users[node][0])) is not None]
+    devices = [found.device for found in sent]
     return Parted(GraphModule(module, left), GraphModule(module, here), given, devices, returned)
 
 
@@ -113,7 +115,7 @@ def _convert_quickly(graph: Graph) -> None:
     for node in graph.nodes:
         if node.target is torch.ops.prims.convert_element_type.default:
             value, dtype = node.args
-            node.target, node.args, node.kwargs = torch.ops.aten._to_copy.default, (value,), {"dtype": dtype}
+            node.target, node.args, node.kwargs = _COPY, (value,), {"dtype": dtype}
 
 
 def _is_computed(node: Node, own: dict[Node, None], constant: set[Node]) -> bool:

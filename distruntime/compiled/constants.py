@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..log.handle import REMOTE_TYPES
+from .draws import is_state
 
 
 class Lifted(NamedTuple):
@@ -87,9 +88,10 @@ def is_constant(node: Node, known: set[Node]) -> bool:
 
 
 def is_here(node: Node) -> bool:
-    """Whether a value of a graph is a tensor of this process."""
+    """Whether a value of a graph is a tensor of this process, and no random state of a worker's."""
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.device.type not in REMOTE_TYPES
+    local = isinstance(value, torch.Tensor) and value.device.type not in REMOTE_TYPES
+    return local and not is_state(node)
 
 
 def _as_remote(node: Node) -> torch.Tensor | None:

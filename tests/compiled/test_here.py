@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import distruntime as dr
 from agree import REMOTE
-from distruntime.compiled.graph import Graph, alive
+from distruntime.compiled.graph import alive
 from dynamo import DYNAMO_WARNS
 
 # A graph that runs operator by operator says so, and warnings are errors.
@@ -53,7 +54,7 @@ def both(x: torch.Tensor, rate: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 FUNCTIONS: dict[str, tuple[Function, tuple[Callable[[float], Any], ...]]] = {
     "numbers": (lambda x, rate: x * rate + rate * 2.0, (FLOAT, FLOAT32, FLOAT64)),
     "a temperature": (lambda x, rate: torch.softmax(x / rate, -1), (FLOAT, FLOAT32, FLOAT64)),
-    "integers": (lambda x, rate: x + rate, (lambda number: torch.tensor(int(10 * number)),)),
+    "integers": (lambda x, rate: x * rate + rate, (lambda number: torch.tensor(int(10 * number)),)),
     "a gradient": (lambda x, rate: (x * rate).sin().sum() - rate * rate, (FLOAT, FLOAT32, FLOAT64)),
     "results from here": (both, (FLOAT32, FLOAT64)),
     "a batch": (batch, (FLOAT32, FLOAT64)),
@@ -82,7 +83,7 @@ def outcome(function: Function, number: Any, device: str, backward: bool) -> lis
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_numbers_of_this_process_change_from_call_to_call(name: str, backward: bool) -> None:
     function, kinds = FUNCTIONS[name]
-    made, graphs = compiled(function), set[Graph]()
+    made, graphs = compiled(function), {*alive.values()}
     for kind in kinds:
         before = sum(graph.replays for graph in graphs)
         for number in NUMBERS:
@@ -150,6 +151,25 @@ def test_a_learning_rate_of_this_process_follows_its_schedule() -> None:
     torch.testing.assert_close(*found)
     # The first step makes the momentum, in a graph of its own. The others are a first call, and a recording.
     assert sorted(graph.replays for graph in {*alive.values()} - before) == [0, 3]
+
+
+def test_a_checkpoint_draws_again_beside_a_number_of_this_process() -> None:
+    """The random state that its backward graph gets is a worker's, though a trace takes it for a CPU's."""
+
+    def inner(x: torch.Tensor, rate: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(x * rate, 0.5).sin()
+
+    def function(x: torch.Tensor, rate: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(inner, x, rate, use_reentrant=False)
+        return found.sum() * rate
+
+    outcomes = []
+    for made in (function, compiled(function)):
+        torch.manual_seed(0)
+        for number in NUMBERS:
+            outcomes.append(outcome(made, torch.tensor(number), REMOTE, True))
+    for one, other in zip(outcomes[: len(NUMBERS)], outcomes[len(NUMBERS) :], strict=True):
+        assert all(map(torch.equal, one, other))
 
 
 def test_what_was_sent_is_freed() -> None:

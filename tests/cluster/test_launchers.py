@@ -103,6 +103,8 @@ def _own_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 def shells() -> Iterator[ShellLauncher]:
     launcher = ShellLauncher()
     yield launcher
+    # A session that restarts its workers would start others for those that stop here.
+    dr.shutdown()
     for worker in launcher.started:
         worker.stop(0.0)
 

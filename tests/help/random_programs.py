@@ -2910,6 +2910,9 @@ class Run:
         if not self.stuck and self.publish:
             for thread in beside:
                 thread.join(self.patience)
+            # The next run in this session would find it, newer than what its own publisher begins with.
+            with suppress(dr.errors.UsageError):
+                dr.unpublish(Publisher.NAME)
             self.tally.add(published=publisher.count)
         return self.tally
 

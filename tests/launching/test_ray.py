@@ -26,6 +26,7 @@ print("checked")
 """
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.slow(reason="starts a Ray cluster, and workers as its actors")
 def test_the_launcher_passes_the_suite(tmp_path: Path) -> None:
     variables = environment(RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0", DISTRUNTIME_STATE=str(tmp_path))

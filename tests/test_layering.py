@@ -30,7 +30,7 @@ OUTSIDE = {
     # user asks a worker with the key for. On a worker nothing is unpickled before authentication, and nothing
     # at all with --no-functions. `torch_save` only walks through what `torch.save` is to pickle.
     "pickle": {
-        "distruntime.backend.torch_save",
+        "distruntime.backend.files.torch_save",
         "distruntime.publishing.structure",
         # It compares the pickles of what only C sees, and reads none.
         "distruntime.guards.captured",

@@ -39,6 +39,8 @@ from ..tensors.tensor import DistributedTensor
 from .attention import install_flex_attention
 from .autocast import install_autocast
 from .device_module import RemoteModule, install_accelerator
+from .files.torch_load import install_load
+from .files.torch_save import save
 from .fused import KERNELS, QUICK
 from .generators import install_generators
 from .lazy_modules import install_materialize, set_aside
@@ -47,8 +49,6 @@ from .no_dynamo import hide, install_op_by_op
 from .no_memory import install_no_memory, install_storages
 from .on_import import rare_collections
 from .random import fork_rng
-from .torch_load import install_load
-from .torch_save import save
 from .torch_settings import install_default_dtype, install_determinism
 from .whole import Kernel
 

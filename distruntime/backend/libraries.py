@@ -25,8 +25,8 @@ from ..errors import NotSupportedError, UsageError, without_our_frames
 from ..session.session import active
 from ..session.spelling import is_remote
 from ..tensors.tensor import DistributedTensor
+from .files.safetensors import install_safetensors
 from .on_import import Hook, when_imported
-from .safetensors_files import install_safetensors
 
 
 def _open() -> bool:

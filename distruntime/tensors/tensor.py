@@ -46,7 +46,8 @@ _to: _Convert = torch.Tensor.to  # type: ignore[assignment]
 _get_data: Callable[..., torch.Tensor] = torch.Tensor.data.__get__  # type: ignore[attr-defined, explicit-any]
 
 
-# While `torch.save` runs in this thread, this returns the local copy of a proxy: see `backend/torch_save.py`.
+# While `torch.save` runs in this thread, this returns the local copy of a proxy: see
+# `backend/files/torch_save.py`.
 saving: ContextVar[Callable[[torch.Tensor], torch.Tensor] | None] = ContextVar("saving", default=None)
 
 

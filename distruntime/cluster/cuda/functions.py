@@ -15,7 +15,8 @@ from torch.jit import _builtins
 from torch.nn.parameter import is_lazy
 from torch.utils import _device
 
-from ...backend import no_memory, safetensors_files, torch_load, torch_save
+from ...backend import no_memory
+from ...backend.files import safetensors, torch_load, torch_save
 from ...errors import drop_frames, without_our_frames
 from ...mesh import data_parallel
 from ...tensors.parameters import keeping
@@ -346,7 +347,7 @@ def replace_functions() -> None:
     replace(torch.nn.parallel, "data_parallel", _in_one)
     replace(data_parallel, "shown", lambda: [home.place for home in shown_places()])
     replace(profiler.profile, "__init__", _without_cuda(profiler.profile.__init__))
-    replace(safetensors_files, "meant", meaning)
+    replace(safetensors, "meant", meaning)
     replace(torch.autocast, "__init__", _autocast(torch.autocast.__init__))
     # These compare a device's type with that of the arguments.
     for name in ("custom_fwd", "custom_bwd"):

@@ -19,13 +19,13 @@ from typing import IO, Protocol
 import torch
 from torch.utils.hooks import warn_if_has_hooks
 
-from ..errors import NotSupportedError, without_our_frames
-from ..log.handle import Residence
-from ..log.storage import Storage
-from ..session.session import active
-from ..tensors.fetch import Kind, fetch
-from ..tensors.remote_storage import RemoteStorage, nbytes
-from ..tensors.tensor import DistributedTensor, own_attributes, saving
+from ...errors import NotSupportedError, without_our_frames
+from ...log.handle import Residence
+from ...log.storage import Storage
+from ...session.session import active
+from ...tensors.fetch import Kind, fetch
+from ...tensors.remote_storage import RemoteStorage, nbytes
+from ...tensors.tensor import DistributedTensor, own_attributes, saving
 
 
 class _Save(Protocol):

@@ -15,10 +15,10 @@ from typing import Protocol
 
 import torch
 
-from ..session.spelling import is_remote
-from ..tensors.fetch import fetch
-from ..tensors.tensor import DistributedTensor
-from .on_import import when_imported
+from ...session.spelling import is_remote
+from ...tensors.fetch import fetch
+from ...tensors.tensor import DistributedTensor
+from ..on_import import when_imported
 
 
 class _Slice(Protocol):

@@ -13,12 +13,12 @@ from typing import Protocol
 
 import torch
 
-from ..errors import without_our_frames
-from ..log.handle import Residence
-from ..operators.proxies import wrap
-from ..session.session import active, active_session
-from ..session.spelling import is_remote, named
-from ..tensors.tensor import DistributedTensor
+from ...errors import without_our_frames
+from ...log.handle import Residence
+from ...operators.proxies import wrap
+from ...session.session import active, active_session
+from ...session.spelling import is_remote, named
+from ...tensors.tensor import DistributedTensor
 
 
 class _Load(Protocol):

@@ -21,8 +21,9 @@ from ..operators.common_place import common_place
 from ..session.session import active_session
 from ..tensors.subclasses import plain_operands
 from ..tensors.tensor import DistributedTensor
+from .formulas import ATTENTION
 from .on_import import when_imported
-from .whole import ATTENTION, FLASH, whole
+from .whole import FLASH, whole
 
 _aten = torch.ops.aten
 

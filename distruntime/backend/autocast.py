@@ -26,8 +26,9 @@ from ..session.session import active, active_session
 from ..tensors.sparse import SparseTensor
 from ..tensors.subclasses import plain_operands
 from ..tensors.tensor import DistributedTensor
+from .formulas import Kernel
 from .fused import RECURRENT
-from .whole import Kernel, whole
+from .whole import whole
 
 _aten = torch.ops.aten
 _BELOW = torch._C._dispatch_keyset_full_after(AUTOCAST_KEY)

@@ -41,6 +41,7 @@ from .autocast import install_autocast
 from .device_module import RemoteModule, install_accelerator
 from .files.torch_load import install_load
 from .files.torch_save import save
+from .formulas import Kernel
 from .fused import KERNELS, QUICK
 from .generators import install_generators
 from .lazy_modules import install_materialize, set_aside
@@ -50,7 +51,6 @@ from .no_memory import install_no_memory, install_storages
 from .on_import import rare_collections
 from .random import fork_rng
 from .torch_settings import install_default_dtype, install_determinism
-from .whole import Kernel
 
 _aten = torch.ops.aten
 _library: list[torch.library.Library] = []

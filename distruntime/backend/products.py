@@ -17,10 +17,9 @@ from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 
 from ..errors import drop_frames
 from ..log.tape import recorded
-from ..operators.alias_info import Operator
 from ..operators.dispatch import dispatch
 from ..tensors.tensor import DistributedTensor
-from .whole import Kernel
+from .formulas import Kernel, formula
 
 _aten = torch.ops.aten
 LINEAR, MATMUL, EINSUM = _aten.linear.default, _aten.matmul.default, _aten.einsum.default
@@ -41,11 +40,6 @@ _library.define(
     "matmul_backward(Tensor grad, Tensor? self, Tensor? other, bool folds, bool columns, bool bias) -> "
     "(Tensor, Tensor, Tensor)"
 )
-
-
-def _formula(op: Operator) -> Kernel:
-    # `op.decompose` takes torch's formula in Python where there is one, in twice the time.
-    return partial(op._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def _fit(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -77,7 +71,7 @@ def einsum(equation: str, operands: Sequence[torch.Tensor], **kwargs: object) ->
         raise
 
 
-_einsum = _formula(EINSUM)
+_einsum = formula(EINSUM)
 
 
 def _is_recorded() -> bool:
@@ -99,7 +93,7 @@ def _quick(grad: torch.Tensor) -> bool:
 
 # -- linear layers -------------------------------------------------------------------------------------------
 
-_linear = _formula(LINEAR)
+_linear = formula(LINEAR)
 
 
 def linear(x: _Proxy, weight: _Proxy, bias: _Proxy | None = None) -> object:
@@ -173,7 +167,7 @@ _LINEAR_BACKWARD = torch.ops.distruntime.linear_backward.default
 
 # -- products of more than two dimensions --------------------------------------------------------------------
 
-_matmul = _formula(MATMUL)
+_matmul = formula(MATMUL)
 
 
 def matmul(a: _Proxy, b: _Proxy) -> object:

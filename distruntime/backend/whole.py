@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import FunctionCtx
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ..errors import NotSupportedError, drop_frames
 from ..log.handle import Handle, Residence, new_value
 from ..log.issue import issue
 from ..log.line import user_line
@@ -23,21 +19,16 @@ from ..operators.common_place import common_place
 from ..operators.dispatch import dispatch
 from ..operators.proxies import AUTOCAST_KEY, wrap
 from ..operators.signatures import template
-from ..operators.special import claimed
 from ..operators.transfer import upload
 from ..session.stalls import before_wait
 from ..tensors.tensor import DistributedTensor
-from .random import drawing_from, get_rng_state
-
-_aten = torch.ops.aten
-# torch calls each kernel with the arguments of its own operator, which no one type says.
-Kernel = Callable[..., object]  # type: ignore[explicit-any]
+from .formulas import ATTENTION, Kernel, by_formula, by_formula_again, draws, specs_by_formula
+from .random import get_rng_state
 
 # The kernels of attention have these numbers in torch.nn.attention.SDPBackend, from MATH on.
 FLASH = 1
 # This is torch's own order. A program that was started under `sdpa_kernel` has no business here.
 _ORDER = tuple(torch._C._get_sdp_priority_order())
-ATTENTION = _aten.scaled_dot_product_attention.default
 
 
 def recurrent(op: Operator) -> Kernel:
@@ -48,7 +39,7 @@ def recurrent(op: Operator) -> Kernel:
         proxies = [t for t in tensors if type(t) is DistributedTensor]
         if not proxies:
             # They are a transform's, or functional tensors of a trace.
-            return _by_formula(op, args, kwargs)
+            return by_formula(op, args, kwargs)
         place = common_place(DistributedTensor, op, args, kwargs)
         given, sizes = args, args[1]
         if op._overloadname == "data" and not isinstance(sizes, DistributedTensor):
@@ -59,7 +50,7 @@ def recurrent(op: Operator) -> Kernel:
             proxies.append(sent)
         if len(proxies) != len(tensors):
             # The formula raises torch's own error, which says what is mixed. Or they are a transform's.
-            return _by_formula(op, given, kwargs)
+            return by_formula(op, given, kwargs)
         return whole(op, args, kwargs, place)
 
     return run
@@ -79,25 +70,6 @@ def on_accelerators(op: Operator) -> Kernel:
     return run
 
 
-def to_its_place(op: Operator) -> Kernel:
-    """Return the kernel of `aten::to.device`: `torch.as_tensor` and `torch.asarray` ask for a device by it.
-
-    A tensor that is there already is returned as it is, as torch promises. The formula compares devices in
-    C++, where a proxy claims "lazy", so it would copy for "remote". The other overload, `to.dtype_layout`,
-    has no such kernel: C++ calls it in every cross entropy, and a kernel in Python adds 7 us to 21 there.
-    """
-    formula = partial(op._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
-
-    def run(self: torch.Tensor, device: torch.device, *args: object, **kwargs: object) -> object:
-        try:
-            return formula(self, claimed(self, device), *args, **kwargs)
-        except BaseException as error:
-            drop_frames(error)
-            raise
-
-    return run
-
-
 def _lower() -> torch.dtype | None:
     """Return the dtype of the autocast that a kernel below it must bring about itself, if there is one."""
     if torch._C._dispatch_tls_is_dispatch_key_excluded(AUTOCAST_KEY):
@@ -113,7 +85,7 @@ def whole(op: Operator, args: Sequence[object], kwargs: dict[str, object], place
     tensors = [t for t in tree_flatten((list(args), kwargs))[0] if isinstance(t, torch.Tensor)]
     # Forward-mode derivatives need the formula.
     if torch.autograd.forward_ad._current_level >= 0:
-        return _by_formula(op, args, kwargs)
+        return by_formula(op, args, kwargs)
     lower = _lower()
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
         with torch._C._AutoDispatchBelowAutograd():
@@ -124,20 +96,6 @@ def whole(op: Operator, args: Sequence[object], kwargs: dict[str, object], place
     else:
         out = _Whole.apply(op, _rebuilder(args, kwargs), place, lower, *tensors)  # type: ignore[no-untyped-call]
     return out[0] if len(op._schema.returns) == 1 else tuple(out)
-
-
-def _by_formula(op: Operator, args: Sequence[object], kwargs: dict[str, object]) -> object:
-    """Compute a composite by torch's formula.
-
-    `decompose` takes the one in Python, which `vmap` can take apart. It leaves out the dropout of recurrent
-    layers (torch 2.13), so these take the one in C++.
-    """
-    if op is ATTENTION or not _draws(op, args):
-        return op.decompose(*args, **kwargs)
-    if op._overloadname == "data" and isinstance(args[1], DistributedTensor):
-        # It reads the batch sizes in the memory of this process.
-        args = (args[0], args[1].cpu(), *args[2:])
-    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def _call_of(
@@ -179,7 +137,7 @@ def _record(
     # Fused attention leaves its result as its query lies, and only the worker knows which kernel it takes.
     as_found = op == ATTENTION and not place.has_cpu_kernels and not node.members
     if lower is None and not as_found:
-        specs: list[Spec] | None = _specs(op, args, kwargs)
+        specs: list[Spec] | None = specs_by_formula(op, args, kwargs)
     else:
         flat, shape = tree_flatten((list(args), kwargs))
         key = (
@@ -200,7 +158,7 @@ def _record(
     count = len(op._schema.returns) + 1
     handles = [new_value(s, place) for s in (*(specs or [PENDING] * (count - 1)), NO_TENSOR)]
     operands = [t._handle for t in tree_flatten((list(args), kwargs))[0] if type(t) is DistributedTensor]
-    random = _draws(op, args)
+    random = draws(op, args)
     with node.lock:
         number, words = template(None, DistributedTensor, packed, {}, [1] * count, node, name=function)
         words = [number, *words, *(h.ref for h in handles)]
@@ -216,14 +174,6 @@ def _record(
     for handle, described in zip(handles, found):
         handle.spec = described
     return handles
-
-
-def _draws(op: Operator, args: Sequence[object]) -> bool:
-    """Whether a composite draws random numbers: it has a dropout, and it trains."""
-    given = list(zip(op._schema.arguments, args))
-    return any(a.name.startswith("dropout") and value for a, value in given) and not any(
-        a.name == "train" and not value for a, value in given
-    )
 
 
 _Arguments = tuple[list[object], dict[str, object]]
@@ -251,8 +201,6 @@ class _Hole:
 
 
 _HOLE = _Hole()
-# Each signature has the metadata of its results.
-_outputs: dict[tuple[object, ...], list[Spec]] = {}
 
 
 class _Context(FunctionCtx):
@@ -286,7 +234,7 @@ class _Whole(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.wanted = list(ctx.needs_input_grad[4:])
         args, kwargs = rebuild(tensors)
-        ctx.drew_from = get_rng_state(place) if _draws(op, args) else None
+        ctx.drew_from = get_rng_state(place) if draws(op, args) else None
         handles = _record(op, args, kwargs, place, ctx.wanted, lower)
         ctx.tape = handles.pop()
         return tuple(wrap(DistributedTensor, h) for h in handles)
@@ -299,7 +247,7 @@ class _Whole(torch.autograd.Function):
         if torch.is_grad_enabled() or not all(
             isinstance(g, DistributedTensor) for g in grads if g is not None
         ):
-            outs = _computed_again(ctx, tensors)
+            outs = by_formula_again(ctx.op, *ctx.rebuild(tensors), ctx.place, ctx.lower, ctx.drew_from)
             pairs = [(o, g) for o, g in zip(outs, grads) if g is not None]
             wanted = [t for t, want in zip(tensors, ctx.wanted) if want]
             found = torch.autograd.grad(
@@ -338,57 +286,9 @@ class _Whole(torch.autograd.Function):
         )
 
 
-def _computed_again(ctx: _Context, tensors: Sequence[DistributedTensor]) -> Sequence[torch.Tensor]:
-    """Return a composite's results by its formula, with a graph and the draws of the first time."""
-    if ctx.drew_from is not None and not ctx.place.has_cpu_kernels:
-        raise NotSupportedError(
-            f"{ctx.op}: the gradient of a gradient needs the same dropout again, and a fused kernel of "
-            f"{ctx.place.place} does not tell it, nor would torch's own there. Leave dropout out, or put "
-            "nn.Dropout between the layers"
-        )
-    drawing = nullcontext() if ctx.drew_from is None else drawing_from(ctx.drew_from, ctx.place)
-    # `vmap` would refuse the draws. None of these tensors is one of many.
-    with torch.enable_grad(), _autocast(ctx.lower), drawing, temporarily_clear_interpreter_stack():
-        out = _by_formula(ctx.op, *ctx.rebuild(tensors))
-    assert isinstance(out, (torch.Tensor, tuple, list))
-    return [out] if isinstance(out, torch.Tensor) else list(out)
-
-
-def _autocast(lower: torch.dtype | None) -> AbstractContextManager[object]:
-    return nullcontext() if lower is None else torch.autocast("remote", dtype=lower)
-
-
 def _dense(given: Spec) -> Spec:
     """Return the metadata that a gradient is given: dense, in the order of its tensor's strides."""
     return spec_of(torch.empty_like(given.meta()))
-
-
-def _specs(op: Operator, args: Sequence[object], kwargs: dict[str, object]) -> list[Spec]:
-    """Return the metadata of a composite's results. Its formula runs on `meta`, once per signature."""
-    flat, shape = tree_flatten((list(args), kwargs))
-    key = (
-        op,
-        str(shape),
-        tuple(leaf._handle.spec if type(leaf) is DistributedTensor else leaf for leaf in flat),
-    )
-    found = _outputs.get(key)
-    if found is None:
-        if len(_outputs) > 1 << 12:
-            _outputs.clear()
-        margs, mkwargs = tree_map_only(
-            DistributedTensor, lambda t: t._handle.spec.meta(), (list(args), dict(kwargs))
-        )
-        if op._overloadname == "data":
-            # The formula reads the batch sizes.
-            batch_sizes = args[1]
-            assert isinstance(batch_sizes, torch.Tensor)
-            margs[1] = batch_sizes.cpu()
-        out = op(*margs, **mkwargs)
-        assert isinstance(out, (torch.Tensor, tuple, list))
-        found = _outputs[key] = [
-            spec_of(o.contiguous()) for o in ([out] if isinstance(out, torch.Tensor) else out)
-        ]
-    return found
 
 
 def _chosen(op: Operator, place: Residence) -> tuple[int, ...] | None:

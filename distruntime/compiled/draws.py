@@ -14,9 +14,9 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
+from ..backend.formulas import Kernel
 from ..backend.on_import import when_imported
 from ..backend.random import drawing_from, get_rng_state
-from ..backend.whole import Kernel
 from ..log.handle import REMOTE_TYPES, Residence
 from ..session.session import active_session
 from ..tensors.tensor import DistributedTensor

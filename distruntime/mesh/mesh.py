@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, reduce
+from functools import partial
 from itertools import chain, count, product
 from math import prod
 from typing import Any, NoReturn
@@ -29,7 +29,7 @@ from ..operators.transfer import upload
 from ..session.session import Session, active_session, session_of_log
 from ..tensors.tensor import DistributedTensor
 from .line_groups import Lines
-from .shape import members_for, shape_of
+from .shape import dims_along, members_for, rank_along, ranks_along, shape_of
 from .torch_dtensor import prepare
 from .torch_process_group import BACKEND, MeshGroup
 from .torch_world import begin, end, forget, register, speaking_for
@@ -156,7 +156,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         if whole is self._whole:
             return self._dims
         same_members = whole._mesh_log is self._mesh_log
-        found = [_dims_by(indices, whole._sizes) for indices in zip(*self.coordinates()) if same_members]
+        found = [dims_along(indices, whole._sizes) for indices in zip(*self.coordinates()) if same_members]
         dims = tuple(one for one in found if one is not None)
         if len(dims) < self.ndim:
             raise UsageError(
@@ -190,7 +190,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
 
     def coordinates(self) -> list[tuple[int, ...]]:
         """Return each member's coordinates in the dimensions of this mesh."""
-        return [*zip(*(_along(dims, self._whole._sizes) for dims in self._dims))]
+        return [*zip(*(ranks_along(dims, self._whole._sizes) for dims in self._dims))]
 
     @without_our_frames
     def coordinate(self, dim: int | str = 0) -> DistributedTensor:
@@ -217,11 +217,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
             self._seed(seed, tuple(range(len(self.places))) if distinct else None)
             return
         dims = [self._dim(name) for name in ([distinct] if isinstance(distinct, str) else distinct)]
-
-        def index(at: tuple[int, ...]) -> int:
-            return reduce(lambda found, dim: found * self.shape[dim] + at[dim], dims, 0)
-
-        self._seed(seed, tuple(map(index, self.coordinates())))
+        self._seed(seed, tuple(rank_along(dims, self.shape, at) for at in self.coordinates()))
 
     def _seed(self, seed: int, distinct: tuple[int, ...] | None = None) -> None:
         """Seed member k with `seed` + `distinct[k]`, by a few instructions however many they are."""
@@ -256,13 +252,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         cut = tuple(k for k, p in enumerate(placements) if not (p.is_replicate() or p.is_partial()))
         kept, key = self._whole._kept, ("shards", self._dims, cut)
         if key not in kept:
-            shards = []
-            for at in self.coordinates():
-                shard = 0
-                for k in cut:
-                    shard = shard * self.shape[k] + at[k]
-                shards.append(shard)
-            kept[key] = tuple(shards)
+            kept[key] = tuple(rank_along(cut, self.shape, at) for at in self.coordinates())
         self._seed(base, kept[key])
         try:
             yield
@@ -360,21 +350,6 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
 
 
 _names = count()
-
-
-def _along(dims: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Return each member's index along some dimensions of a whole mesh, row by row."""
-    return [
-        reduce(lambda found, dim: found * sizes[dim] + at[dim], dims, 0) for at in product(*map(range, sizes))
-    ]
-
-
-def _dims_by(indices: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...] | None:
-    """Return along which dimensions of a whole mesh the members have these indices; None if along none."""
-    # A step along one of its dimensions is a step of as many indices, and an outer one's is larger.
-    steps = [indices[prod(sizes[dim + 1 :])] if size > 1 else 0 for dim, size in enumerate(sizes)]
-    dims = tuple(sorted(filter(steps.__getitem__, range(len(sizes))), key=steps.__getitem__, reverse=True))
-    return dims if _along(dims, sizes) == list(indices) else None
 
 
 @without_our_frames

@@ -1,8 +1,10 @@
-"""The shape and the members that a mesh is asked for, checked."""
+"""The shape and the members that a mesh is asked for, checked, and where in it each member stands."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -70,3 +72,21 @@ def members_for(
             + ("" if have or device_type == "cpu" else ". simulate_cuda=2 pretends two of each worker")
         )
     return have[:need]
+
+
+def rank_along(dims: Sequence[int], sizes: Sequence[int], at: Sequence[int]) -> int:
+    """Return the rank along some dimensions, row by row, of the member with these coordinates."""
+    return reduce(lambda found, dim: found * sizes[dim] + at[dim], dims, 0)
+
+
+def ranks_along(dims: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Return each member's rank along some dimensions of a mesh."""
+    return [rank_along(dims, sizes, at) for at in product(*map(range, sizes))]
+
+
+def dims_along(ranks: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...] | None:
+    """Return along which dimensions of a mesh the members have these ranks; None if along none."""
+    # A step along one of its dimensions is a step of as many ranks, and an outer one's is larger.
+    steps = [ranks[prod(sizes[dim + 1 :])] if size > 1 else 0 for dim, size in enumerate(sizes)]
+    dims = tuple(sorted(filter(steps.__getitem__, range(len(sizes))), key=steps.__getitem__, reverse=True))
+    return dims if ranks_along(dims, sizes) == list(ranks) else None

@@ -383,7 +383,7 @@ MUTANTS = [
     ),
     Mutant(
         "a flattened dimension counts the wrong way round",
-        "distruntime/mesh/mesh.py",
+        "distruntime/mesh/shape.py",
         "found * sizes[dim] + at[dim], dims, 0)",
         "found * sizes[dim] + at[dim], dims[::-1], 0)",
         ("tests/mesh/test_mesh.py", "tests/mesh/test_dtensor.py"),

@@ -9,7 +9,6 @@ worker's own code (it prints, it warns), `unstruck` keeps an interrupt for the e
 from __future__ import annotations
 
 import bdb
-import ctypes
 import logging
 import os
 import queue
@@ -27,6 +26,7 @@ from distruntime.wire.messages import Goodbye, Message, Printed, Typed, Warned
 from distruntime.wire.shield import Lock
 
 from .alarms import Alarm, alarms
+from .async_exceptions import set_async_exception, take_back
 from .forked import end_child
 from .printing import Printing
 
@@ -42,28 +42,6 @@ _LAST_WORDS = 0.3
 _BURST, _RATE = 1 << 20, 1 << 18
 # A call tells of so many different warnings.
 _MOST_WARNINGS = 16
-
-_set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
-_set_exception.argtypes = (ctypes.c_ulong, ctypes.py_object)
-
-
-class _TakenBack(BaseException):
-    """Takes the place of an interrupt that was sent and has not been raised."""
-
-
-def _take_back(thread: int) -> None:
-    """Let nothing be raised in this thread that was sent to it before.
-
-    The call of Python's API with NULL would leave Python's flag for such exceptions set. Then the interpreter
-    looks for one at each call and jump, for ever, and under a tracer (a debugger) Python 3.11 does not get
-    past that look. An exception that is raised clears the flag.
-    """
-    try:
-        _set_exception(thread, _TakenBack)
-        while True:
-            pass
-    except _TakenBack:
-        return
 
 
 class Interrupted(KeyboardInterrupt):
@@ -248,7 +226,7 @@ class Running:
         with self.around.gate:
             self.over = True
             if self.why is not None:
-                _take_back(self.thread)
+                take_back(self.thread)
         if self.debugged:
             sys.settrace(None)
         here.call = None
@@ -273,7 +251,7 @@ class Running:
             if self._ours:
                 self._owed = True
             elif not self.polls:
-                _set_exception(self.thread, Interrupted)
+                set_async_exception(self.thread, Interrupted)
             if self.typed is not None:
                 self.typed(None)
 
@@ -310,7 +288,7 @@ class Running:
             self.polls = True
             if self.why is not None:
                 # It may have been sent, and not have struck yet.
-                _take_back(self.thread)
+                take_back(self.thread)
 
     def look(self) -> None:
         """Raise what the call fails with, if something has interrupted it."""

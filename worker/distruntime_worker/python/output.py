@@ -17,7 +17,8 @@ from types import FrameType
 from typing import TextIO
 
 from ..log.watching import hear_others
-from .running import Running, current, here, install_exit
+from .process import install_exit
+from .running import Running, current, here
 
 _OUR_MODULES = f"{__name__.partition('.')[0]}.*"
 log = logging.getLogger("distruntime.worker")

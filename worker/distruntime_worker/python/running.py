@@ -9,20 +9,17 @@ worker's own code (it prints, it warns), `unstruck` keeps an interrupt for the e
 from __future__ import annotations
 
 import bdb
-import logging
-import os
 import queue
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
-from typing import NamedTuple, NoReturn, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from distruntime.errors import NodeFailed, RemoteError, StreamCancelled
-from distruntime.wire.messages import Goodbye, Message, Printed, Typed, Warned
+from distruntime.wire.messages import Message, Printed, Typed, Warned
 from distruntime.wire.shield import Lock
 
 from .alarms import Alarm, alarms
@@ -30,13 +27,10 @@ from .async_exceptions import set_async_exception, take_back
 from .forked import end_child
 from .printing import Printing
 
-log = logging.getLogger("distruntime.worker")
 T = TypeVar("T")
 
 # A function that has not ended so many seconds after it was interrupted is told of.
 _STUCK = 5.0
-# The last words of a process that a function ends have so many seconds to leave.
-_LAST_WORDS = 0.3
 # A session may send so many characters of output at once, and so many a second after that. A loop of prints
 # fills 10 MB a second, and the master shows less than that.
 _BURST, _RATE = 1 << 20, 1 << 18
@@ -73,9 +67,6 @@ _sessions: dict[Around, None] = {}
 _running: dict[Running, None] = {}
 # It is True in a process that a function has forked.
 _forked = [False]
-_exit = os._exit
-# These end a process from outside.
-_ENDING = {signal.SIGTERM, signal.SIGINT}
 
 
 def current() -> Running | None:
@@ -88,6 +79,15 @@ def current() -> Running | None:
     if call is not None or len(_running) != 1 or len(_sessions) != 1:
         return call
     return next(iter(_running.copy()), None)
+
+
+def abandon() -> None:
+    """In a process that was forked: let no call of the other one reach the master."""
+    if here.call is not None:
+        _forked[0] = True
+        here.call = None
+    _running.clear()
+    _sessions.clear()
 
 
 class Around:
@@ -385,53 +385,3 @@ class Running:
             heard.add((kind, text))
             self._say(Warned(*self.at, kind, text))
         return True
-
-
-# -- processes -----------------------------------------------------------------------------------------------
-
-
-def _in_child() -> None:
-    """In a process that a function has forked: let nothing of it reach the master."""
-    if here.call is not None:
-        _forked[0] = True
-        here.call = None
-        # The worker's own handlers are for the worker: a child of a function ends by these signals.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
-    _running.clear()
-    _sessions.clear()
-
-
-def _told_exit(status: int) -> NoReturn:
-    """`os._exit`, which tells the master whose function ends the worker."""
-    call = here.call
-    if call is not None:
-        text = f"{call.name} called os._exit({status}), which ends the worker: return, or raise"
-        log.error("%s", text)
-        call.around.send(Goodbye(text))
-        time.sleep(_LAST_WORDS)
-    _exit(status)
-
-
-def install_exit() -> None:
-    """Have `os._exit` tell of itself."""
-    os._exit = _told_exit
-
-
-def _before_fork() -> None:
-    """Keep back what would end a child until it has handlers of its own.
-
-    Python drops a signal that has come to a child before. A pool of processes that is closed at once sends
-    one so early, and then waits for the child: one of the first ten pools hung, in each of five runs.
-    """
-    if here.call is not None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
-
-
-def _after_fork() -> None:
-    if here.call is not None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)

@@ -83,12 +83,7 @@ class Layout:
             log for act in self._acts for log in ([act.log] if isinstance(act, Part) else act.between.logs)
         )
         self.logs: list[Log] = list(dict.fromkeys(logs))
-        self.over: list[list[Name]] = [[] for _ in self._acts]
-        # What a part makes and nobody else needs has no handle.
-        made = {name for act in self.acts for name in act.makes}
-        for name, maker in self._makers.items():
-            if name in made and name not in returned:
-                self.over[max(self._users.get(name) or {maker})].append(name)
+        self.over = self._ends()
         # What the recorded call has returned lives as long as its owner holds it, and not as long as a plan.
         self._returned = {}
 
@@ -211,6 +206,16 @@ class Layout:
             if name[0] == HELD:
                 ref = self._held[str(name[1])].ref
                 self._makers[name] = next(at for at, mine in found.items() if ref in mine)
+        return found
+
+    def _ends(self) -> list[list[Name]]:
+        """Return what nobody needs any more behind each act."""
+        found: list[list[Name]] = [[] for _ in self._acts]
+        # What a part makes and nobody else needs has no handle.
+        made = {name for act in self.acts for name in act.makes}
+        for name, maker in self._makers.items():
+            if name in made and name not in self._returned:
+                found[max(self._users.get(name) or {maker})].append(name)
         return found
 
     def _results(self, at: int, part: Part, kept: Mapping[int, Name]) -> list[Made]:

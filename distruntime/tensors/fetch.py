@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import logging
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar, overload
@@ -140,25 +140,9 @@ def fetch_async(tree: T) -> Fetched[T]:
     their like are opened.
     """
     flat, shape = tree_flatten(tree)
-    leaves = [*map(_whole, flat)]
+    asked = _Asked([*map(_whole, flat)])
     future: Fetched[T] = Fetched()
-    # The keys are storage and metadata, so that tied tensors travel once and stay tied.
-    replies: dict[tuple[int, Spec], Request[object]] = {}
-    copies: dict[int, Arriving] = {}
-    wanted: list[_Wanted | None] = []
-    for leaf in leaves:
-        if isinstance(leaf, Fetchable) and id(leaf) not in copies:
-            copies[id(leaf)] = leaf._copy()
-        if not isinstance(leaf, DistributedTensor):
-            wanted.append(None)
-            continue
-        handle = leaf._handle
-        key = id(handle.storage), handle.spec
-        if key not in replies:
-            replies[key] = request(handle, "tensor")
-        wanted.append(_Wanted(key, id(leaf), Kind.of(leaf)))
-    rest = [leaf if want is None else None for want, leaf in zip(wanted, leaves)]
-    future._pending = [*replies.values(), *(copy.request for copy in copies.values())]
+    future._pending = [*asked.replies.values(), *(copy.request for copy in asked.copies.values())]
     left = [len(future._pending)]
 
     def finish() -> None:
@@ -169,7 +153,7 @@ def fetch_async(tree: T) -> Fetched[T]:
             )
             return
         try:
-            found = _arrived(replies, copies, wanted, rest)
+            found = asked.leaves()
         except DistruntimeError as error:
             # Whoever waits must hear of it.
             future.set_outcome(None, error.with_traceback(None))
@@ -191,9 +175,9 @@ def fetch_async(tree: T) -> Fetched[T]:
 
     if not left[0]:
         finish()
-    for reply in list(replies.values()):
+    for reply in list(asked.replies.values()):
         reply.when_done(arrived)
-    for copy in copies.values():
+    for copy in asked.copies.values():
         copy.request.when_done(partial(told, copy))
     return future
 
@@ -208,22 +192,39 @@ def _whole(leaf: object) -> object:
     return whole
 
 
-def _arrived(
-    replies: Mapping[tuple[int, Spec], Request[object]],
-    copies: Mapping[int, Arriving],
-    wanted: Sequence[_Wanted | None],
-    rest: Sequence[object],
-) -> list[object]:
-    """Return the leaves of what was fetched; those that are local stand in `rest`."""
-    data = {key: tensor_from(reply, key[1]) for key, reply in replies.items()}
-    objects = {key: copy.value() for key, copy in copies.items()}
-    same: dict[int, torch.Tensor] = {}
-    for want in wanted:
-        if want is not None and want.leaf not in same:
-            same[want.leaf] = want.kind.made_of(data[want.key].detach())
-    return [
-        objects.get(id(leaf), leaf) if want is None else same[want.leaf] for want, leaf in zip(wanted, rest)
-    ]
+class _Asked:
+    """What was asked of workers for the leaves of a tree. It holds those that are local, and no others."""
+
+    def __init__(self, leaves: Sequence[object]) -> None:
+        # The keys are storage and metadata, so that tied tensors travel once and stay tied.
+        self.replies: dict[tuple[int, Spec], Request[object]] = {}
+        self.copies: dict[int, Arriving] = {}
+        self._wanted = [*map(self._ask, leaves)]
+        self._rest = [leaf if want is None else None for want, leaf in zip(self._wanted, leaves)]
+
+    def _ask(self, leaf: object) -> _Wanted | None:
+        if isinstance(leaf, Fetchable) and id(leaf) not in self.copies:
+            self.copies[id(leaf)] = leaf._copy()
+        if not isinstance(leaf, DistributedTensor):
+            return None
+        handle = leaf._handle
+        key = id(handle.storage), handle.spec
+        if key not in self.replies:
+            self.replies[key] = request(handle, "tensor")
+        return _Wanted(key, id(leaf), Kind.of(leaf))
+
+    def leaves(self) -> list[object]:
+        """Return the leaves of what was fetched, once all replies are here."""
+        data = {key: tensor_from(reply, key[1]) for key, reply in self.replies.items()}
+        objects = {key: copy.value() for key, copy in self.copies.items()}
+        same: dict[int, torch.Tensor] = {}
+        for want in self._wanted:
+            if want is not None and want.leaf not in same:
+                same[want.leaf] = want.kind.made_of(data[want.key].detach())
+        return [
+            objects.get(id(leaf), leaf) if want is None else same[want.leaf]
+            for want, leaf in zip(self._wanted, self._rest)
+        ]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -93,6 +93,17 @@ def _imported(namespace: str) -> bool:
     return True
 
 
+def _stored(pattern: Plain, source: str) -> Iterator[str]:
+    """Yield what an instruction stores of its results, as their pattern says."""
+    if isinstance(pattern, list):
+        for k, item in enumerate(pattern):
+            yield from _stored(item, f"{source}[{k}]")
+    elif pattern == 1:
+        yield source
+    elif pattern != 0:
+        raise ProtocolError(f"not a pattern of results: {pattern!r}")
+
+
 class Template(Step):
     """One compiled template."""
 
@@ -113,33 +124,26 @@ class Template(Step):
         self.views: list[int] = []
         self.unsaid: list[int] = []
         schema = getattr(call, "_schema", None)
-        written = (
-            {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-            if schema
-            else set()
-        )
-        viewed = (
-            {a.name for a in schema.arguments if a.alias_info is not None and not a.alias_info.is_write}
-            if schema
-            else set()
-        )
-        names = [a.name for a in schema.arguments] if schema else []
+        arguments = schema.arguments if schema else ()
+        names = [a.name for a in arguments]
         unsaid = undeclared_writes(name, names, {**dict(zip(names, args)), **kwargs})
+        # These lists note the operands of an argument, besides `reads`.
+        noted = dict.fromkeys(unsaid, self.unsaid)
+        for a in arguments:
+            if a.alias_info is not None:
+                noted[a.name] = self.mutates if a.alias_info.is_write else self.views
         closure: dict[str, object] = {"call": call, "fail": fail, "template": self}
         offset = 1
 
         def word(pattern: Plain, argument: str) -> str:
             nonlocal offset
             if pattern == OPERAND or pattern == ["number"]:
-                text = f"slots[p[i+{offset}]]" if pattern == OPERAND else f"p[i+{offset}]"
+                text = f"p[i+{offset}]"
                 if pattern == OPERAND:
+                    text = f"slots[{text}]"
                     self.reads.append(offset)
-                    if argument in written:
-                        self.mutates.append(offset)
-                    elif argument in viewed:
-                        self.views.append(offset)
-                    elif argument in unsaid:
-                        self.unsaid.append(offset)
+                    if argument in noted:
+                        noted[argument].append(offset)
                 offset += 1
                 return text
             if isinstance(pattern, list) and pattern and pattern[0] == "list":
@@ -157,39 +161,27 @@ class Template(Step):
             if not name_.isidentifier():
                 raise ProtocolError(f"not an argument's name: {name_[:40]!r}")
             words.append(f"{name_}={word(pattern, name_)}")
-        first = offset
-        lines: list[str] = []
-
-        def store(pattern: Plain, source: str) -> None:
-            nonlocal offset
-            if isinstance(pattern, list):
-                for k, item in enumerate(pattern):
-                    store(item, f"{source}[{k}]")
-            elif pattern == 1:
-                lines.append(f"slots[p[i+{offset}]] = {source}")
-                offset += 1
-            elif pattern != 0:
-                raise ProtocolError(f"not a pattern of results: {pattern!r}")
-
-        if results == KIN:
-            self.kin = offset
-            results, offset = 0, offset + 1
-            first = offset
-        store(results, "out")
-        expression = f"call({', '.join(words)})"
-        if results == 1:
-            lines = [f"slots[p[i+{first}]] = {expression}"]
-        else:
-            lines = [f"out = {expression}", *lines]
-        self.writes = list(range(first, offset))
         self.length = offset
+        self.run = self._compiled(f"call({', '.join(words)})", results, closure)
+
+    def _compiled(self, expression: str, results: Plain, closure: dict[str, object]) -> Run:
+        """Return what runs an expression and stores its results; note where the words of these stand."""
+        if results == KIN:
+            self.kin, self.length, results = self.length, self.length + 1, 0
+        lines, stored = [f"out = {expression}"], [*_stored(results, "out")]
+        if results == 1:
+            # One value needs no name.
+            lines, stored = [], [expression]
+        self.writes = list(range(self.length, self.length + len(stored)))
+        self.length += len(stored)
+        lines += [f"slots[p[i+{k}]] = {value}" for k, value in zip(self.writes, stored)]
         source = "def run(slots, p, i):\n    try:\n" + "".join(f"        {line}\n" for line in lines)
         source += (
             "    except Exception as error:\n        fail(template, slots, p, i, error)\n    return "
-            f"i + {offset}\n"
+            f"i + {self.length}\n"
         )
-        exec(compile(source, f"<{name}>", "exec"), closure)
-        self.run: Run = closure["run"]  # type: ignore[assignment]
+        exec(compile(source, f"<{self.name}>", "exec"), closure)
+        return closure["run"]  # type: ignore[return-value]
 
     def drop(self, slots: Slots, p: Words, i: int, error: BaseException, /) -> int:
         """Let the instruction at `i` fail with `error`, as if its operator had raised it."""

@@ -29,7 +29,7 @@ class Keeping(Daemon):
     @property
     def kept(self) -> dict[str, Published]:
         """What each session has published here."""
-        return self._published()
+        return self._sessions.published()
 
     @property
     def state(self) -> Any:

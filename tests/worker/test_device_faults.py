@@ -34,6 +34,7 @@ from distruntime_worker.session.config import WorkerConfig
 from distruntime_worker.session.daemon import Daemon
 from distruntime_worker.session.executor import Executor
 from distruntime_worker.session.session import Session as SocketSession
+from distruntime_worker.session.sessions import Sessions
 from distruntime_worker.values import staging, streams
 from distruntime_worker.values.objects import Poisoned
 from distruntime_worker.values.staging import Staging
@@ -124,9 +125,9 @@ def test_an_error_of_a_backend_ends_one_session_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tmp_path.chmod(0o700)
-    daemon = Daemon(WorkerConfig(listen=f"ipc://{tmp_path}/w"))
     sent: list[Any] = []
-    monkeypatch.setattr(Daemon, "_greet", lambda self, peer, message: sent.append(message))
+    monkeypatch.setattr(Sessions, "greet", lambda self, peer, message: sent.append(message))
+    daemon = Daemon(WorkerConfig(listen=f"ipc://{tmp_path}/w"))
     monkeypatch.setattr(SocketSession, "send", lambda self, message, *rest: sent.append(message))
     try:
         for peer in (b"one", b"two"):
@@ -136,11 +137,11 @@ def test_an_error_of_a_backend_ends_one_session_and_no_other(
             name = "signal" if done else "passed"
             monkeypatch.setattr(daemon._by_peer[b"one"].executor, name, failing)
             daemon._handle(b"one", [encode(message)])
-            assert sorted(daemon._sessions) == (["two"] if done else ["one", "two"])
+            assert sorted(daemon._by_name) == (["two"] if done else ["one", "two"])
         failed, goodbye = sent
         assert failed.failure[3] == goodbye.reason == "the backend is out of events"
     finally:
-        for session in list(daemon._sessions.values()):
+        for session in list(daemon._by_name.values()):
             session.close()
         daemon.close()
 

@@ -5,19 +5,14 @@ One reader, and the sessions of masters, each with threads of its own that run i
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import os
-import platform
 import socket
 import sys
 import threading
 import time
-from collections import deque
 from contextlib import suppress
-from functools import partial
-from hmac import compare_digest
 from itertools import count
 from pathlib import Path
 
@@ -25,35 +20,26 @@ import torch
 
 from distruntime.errors import ConfigurationError, ConnectionFailed, ProtocolError
 from distruntime.wire import messages
-from distruntime.wire.channel import HANG_UPS, Channel, PeerGone
-from distruntime.wire.codec import decode, encode, failure_fields
+from distruntime.wire.channel import HANG_UPS, Channel
+from distruntime.wire.codec import decode
 from distruntime.wire.deadlines import DIAL, UNREACHABLE
 from distruntime.wire.descriptors import raise_limit, spare
-from distruntime.wire.identity import has_died, process
 from distruntime.wire.inbox import Frames
 from distruntime.wire.scratch import hold
-from distruntime.wire.strangers import Tally
 
-from ..checkpoint import folder as checkpoint_folder
 from ..collectives.data_channel import prepare
-from ..log.budget import Budget, limits
-from ..log.turns import Turns
 from ..log.watching import install_watching
-from ..machine import accelerator, hardware, lost, own_log, threads
+from ..machine import accelerator, hardware, lost, own_log
 from ..machine.devices import Devices
-from ..machine.figures import give_pages_back, keep_pages
-from ..machine.settings import restore
-from ..publishing.published import Published
+from ..machine.figures import keep_pages
 from ..python.output import install_around
-from ..values.objects import failure
-from ..values.staging import downloads, uploads
 from .address import data_host
-from .admission import refusal
 from .config import WorkerConfig
 from .executor import NONSENSE
 from .metrics import Metrics
 from .report import OfStranger, Questions, Reporter
 from .session import Session
+from .sessions import Sessions
 
 log = logging.getLogger("distruntime.worker")
 
@@ -87,32 +73,23 @@ class Daemon:
         self._channel = Channel(
             listen=config.listen, keys=config.keys, silence=UNREACHABLE.get(), patient=True
         )
-        self._incarnation = os.urandom(16)
-        self._sessions: dict[str, Session] = {}
-        self._by_peer: dict[bytes, Session] = {}
-        # Masters have given up these connections.
-        self._retired: deque[bytes] = deque(maxlen=4096)
-        # Those of them that have ended are here. Their greetings may still lie unread.
-        self._gone: deque[bytes] = deque(maxlen=4096)
-        self._turns = Turns()
-        self._reporter = Reporter(self._devices, self._sessions, config.master or self._channel.address)
-        self._questions = Questions(config, self._turns, self._reporter)
+        self._sessions = Sessions(config, self._devices, self._channel, self._ended)
+        # Each message asks for these.
+        self._by_name, self._by_peer = self._sessions.by_name, self._sessions.by_peer
+        self._greet, self._strangers = self._sessions.greet, self._sessions.strangers
+        self._reporter = Reporter(self._devices, self._by_name, config.master or self._channel.address)
+        self._questions = Questions(config, self._sessions.turns, self._reporter)
         self._metrics = None if config.metrics is None else Metrics(*config.metrics, config.keys)
         self._dials = count().__next__
         # The dialled master has hung up so often in a row, in the handshake.
         self._hang_ups = 0
-        # It counts what peers without a session here make this worker say.
-        self._strangers = Tally(log.warning)
         # This is the connection to the dialled master.
         self._master = b""
         # The worker dials the master again at this time.
         self._dial_at = math.inf
         self._looked = 0.0
-        # At this time the worker looks for what ended sessions leave: threads, mapped memory and sockets'
-        # descriptors, all in cycles.
+        # At this time the worker looks for what ended sessions leave.
         self._sweep_at = math.inf
-        # It is True once there was a session.
-        self._served = False
         self._began = time.monotonic()
         if config.listen is not None:
             log.info("listening on %s, offering %s", self._channel.address, ", ".join(self._devices.names))
@@ -134,7 +111,7 @@ class Daemon:
         self._channel.connect(self._config.master, self._master)
         self._greet(
             self._master,
-            messages.Join(self._config.node, os.getpid(), socket.gethostname(), self._incarnation),
+            messages.Join(self._config.node, os.getpid(), socket.gethostname(), self._sessions.incarnation),
         )
 
     def run(self, stop: threading.Event) -> str:
@@ -148,37 +125,35 @@ class Daemon:
         ):
             # A master that has just read something often reads again. While a segment runs, its thread needs
             # the interpreter more.
-            quick = arrived and not any(session.executor.running for session in self._sessions.values())
+            quick = arrived and not any(session.executor.running for session in self._by_name.values())
             arrived = self._channel.receive(0.2, _SPIN if quick else 0.0)
             for peer, frames in arrived:
                 self._handle(peer, frames)
                 # This variable would hold the last upload until something else comes.
                 del frames
             for session in [
-                session for session in self._sessions.values() if session.backlog and not session.held
+                session for session in self._by_name.values() if session.backlog and not session.held
             ]:
                 self._go_on(session)
                 # Otherwise this variable would hold an ended session.
                 del session
             self._watch()
-        for session in list(self._sessions.values()):
+        for session in list(self._by_name.values()):
             session.send(messages.Goodbye("the worker was stopped"))
-            self._end(session, "stopped")
+            self._sessions.end(session, "stopped")
         return self._questions.stopped
 
     def _has_served(self) -> bool:
         """Whether the last session is over, or the master that this worker was started for never came."""
-        if self._served:
-            return not self._sessions
+        if self._by_name:
+            return False
+        if self._sessions.served:
+            return True
         # A worker that dials its master hears that nobody is there.
         if self._config.listen is None or time.monotonic() < self._began + DIAL.get():
             return False
         log.warning("no master has come within %g s: stopping", DIAL.get())
         return True
-
-    def _published(self) -> dict[str, Published]:
-        """Return what each session has published."""
-        return {name: session.published for name, session in list(self._sessions.items())}
 
     def close(self) -> None:
         """Close the sockets, the master's after a moment for the last words to leave."""
@@ -192,14 +167,9 @@ class Daemon:
         for event in self._channel.events():
             if event.kind == "connected" and event.peer is not None:
                 self._hang_ups = 0
-                with suppress(ValueError):
-                    self._gone.remove(event.peer)
+                self._sessions.connected(event.peer)
             elif event.kind == "disconnected" and event.peer is not None:
-                session = self._by_peer.pop(event.peer, None)
-                self._retired.append(event.peer)
-                self._gone.append(event.peer)
-                if session is not None:
-                    self._leave(session)
+                self._sessions.disconnected(event.peer)
                 if event.peer == self._master:
                     # Otherwise libzmq would go on by itself, with what is to be sent again in order.
                     self._channel.hang_up(self._master)
@@ -208,7 +178,7 @@ class Daemon:
                 what = event.kind.replace("_", " ")
                 if event.peer is None:
                     self._strangers.note(f"refused a connection ({what}): {event.detail or event.address}")
-                elif self._served:
+                elif self._sessions.served:
                     self._dial_at = time.monotonic() + _PAUSE
                 else:
                     self._hang_ups += 1
@@ -224,75 +194,23 @@ class Daemon:
             self._metrics.look(self._reporter)
         now = time.monotonic()
         if accelerator.lost:
-            for session in self._sessions.values():
+            for session in self._by_name.values():
                 session.executor.chain.lost_devices.look()
         self._strangers.look()
         if now > self._sweep_at:
             self._sweep_at = math.inf
-            gc.collect()
-            give_pages_back()
-            if not self._sessions:
-                # The devices wait for their kernels there.
-                try:
-                    threads.begin(_give_memory_back, "gives-memory-back")
-                except ConfigurationError as error:
-                    log.warning("%s", error)
+            self._sessions.sweep()
         if now > self._dial_at:
             self._dial()
-        for session in [session for session in self._sessions.values() if session.broken is not None]:
-            self._drop(session, str(session.broken))
+        for session in [session for session in self._by_name.values() if session.broken is not None]:
+            self._sessions.drop(session, str(session.broken))
         if now > self._looked + _LOOK:
             self._looked = now
             # A disk that is full costs no session.
             with suppress(OSError):
                 own_log.cut()
             self._reporter.look()
-            for session in [session for session in self._sessions.values() if session.spent]:
-                dead = not session.lasting and has_died(session.process)
-                self._end(
-                    session, "its master has died" if dead else f"its master was away for {session.keep:g} s"
-                )
-
-    def _leave(self, session: Session) -> None:
-        """Note that a session's master is not connected any more."""
-        session.leave()
-        if session.spent:
-            self._end(session, "its master has died")
-        else:
-            log.info(
-                "session of master %s: connection closed. This worker keeps it for %.0f s",
-                session.master,
-                session.keep,
-            )
-
-    def _leave_for_another(self, session: Session) -> None:
-        """Dial the master anew: it has given this connection up, and waits for the worker on another."""
-        self._by_peer.pop(self._master, None)
-        self._retired.append(self._master)
-        self._leave(session)
-        self._dial()
-
-    def _end(self, session: Session, why: str) -> None:
-        log.info("session of master %s ended (%s)", session.master, why)
-        if session.link.peer is not None:
-            self._by_peer.pop(session.link.peer, None)
-            self._retired.append(session.link.peer)
-        session.close()
-        self._sweep_at = time.monotonic() + _SWEEP
-        if self._sessions.get(session.name) is session:
-            del self._sessions[session.name]
-        # A greeting may have come behind what has ended it.
-        self._go_on(session)
-
-    def _drop(self, session: Session, why: str) -> None:
-        log.warning("dropped a peer: %s", why)
-        session.send(messages.Goodbye(why))
-        self._end(session, "protocol error")
-
-    def _greet(self, peer: bytes, message: messages.Message) -> None:
-        # It did not wait for the answer; an event tells of it.
-        with suppress(PeerGone):
-            self._channel.send(peer, [encode(message)])
+            self._sessions.end_spent()
 
     def _handle(self, peer: bytes, frames: Frames) -> None:
         """Act on one message. A peer that breaks the protocol is dropped, and costs nothing else."""
@@ -309,7 +227,9 @@ class Daemon:
                 session.link.acknowledge(message.received)
                 return
             if isinstance(message, messages.Refused) and peer == self._master:
-                self._leave_for_another(session)
+                # The master has given this connection up, and waits for the worker on another.
+                self._sessions.give_up(peer)
+                self._dial()
                 return
             if session.held or session.backlog:
                 session.backlog.append((peer, frames))
@@ -330,14 +250,6 @@ class Daemon:
                     session.executor.open_lines(message)
                 case messages.Fetch():
                     session.executor.fetch(message)
-                case (
-                    messages.ListFolder()
-                    | messages.ReadIndex()
-                    | messages.CommitSave()
-                    | messages.SweepSaves()
-                    | messages.RemoveFiles()
-                ):
-                    checkpoint_folder.answer(message, session.send)
                 case messages.Question():
                     self._questions.answer(session, message)
                 case messages.OpenStream():
@@ -359,9 +271,7 @@ class Daemon:
                 case messages.BreakGroup():
                     session.executor.joint.groups.end(message.group, message.reason)
                 case messages.Bury():
-                    dead = self._sessions.get(message.session)
-                    if dead is not None and dead.alone_since is not None and not dead.lasting:
-                        self._end(dead, f"its master has died, says {session.master}")
+                    self._sessions.bury(message.session, session)
                 case messages.Detach():
                     self._greet(peer, messages.Ack(session.link.received))
                     log.info("master %s leaves: %s", session.master, message.reason)
@@ -370,25 +280,17 @@ class Daemon:
                     # greets again.
                     pass
                 case messages.Hello():
-                    self._end(session, "a new session on the same connection")
+                    self._sessions.end(session, "a new session on the same connection")
                     self._welcome(peer, message)
                 case messages.Goodbye():
                     self._greet(peer, messages.Ack(session.link.received))
-                    self._end(session, message.reason)
+                    self._sessions.end(session, message.reason)
                 case _:
                     raise ProtocolError(f"a master does not send {type(message).__name__}")
         except ProtocolError as error:
             self._broke(session, str(error))
         except (ConfigurationError, OSError) as error:
-            # There is no room for a thread, a socket or a file that the answer needs. It costs that answer
-            # alone.
-            request = getattr(message, "request", None)
-            if session is None or not isinstance(request, int):
-                self._broke(session, str(error))
-            else:
-                name = type(message).__name__
-                cause = failure(error, seq=0, position=0, op=f"answering {name}", operands="")
-                session.send(messages.Failed(request, failure_fields(cause)))
+            self._no_room(session, message, error)
         except NONSENSE as error:
             # Whatever it is in, it must not cost the other sessions.
             self._broke(session, f"a message makes no sense: {type(error).__name__}: {error!s:.200}")
@@ -397,9 +299,20 @@ class Daemon:
             # class or without one. The other sessions go on.
             self._broke(session, str(lost.look(error, "a message")))
 
+    def _no_room(self, session: Session | None, message: messages.Message, error: Exception) -> None:
+        """Say that there is no room for a thread, a socket or a file that an answer needs.
+
+        It costs that answer alone.
+        """
+        request = getattr(message, "request", None)
+        if session is None or not isinstance(request, int):
+            self._broke(session, str(error))
+        else:
+            session.fail(request, error, f"answering {type(message).__name__}")
+
     def _broke(self, session: Session | None, why: str) -> None:
         if session is not None:
-            self._drop(session, why)
+            self._sessions.drop(session, why)
         else:
             self._strangers.note(f"dropped a peer: {why}")
 
@@ -412,7 +325,10 @@ class Daemon:
         for peer, frames in waiting:
             self._handle(peer, frames)
 
-    # -- how sessions begin, and go on -------------------------------------------------------------
+    def _ended(self, session: Session) -> None:
+        self._sweep_at = time.monotonic() + _SWEEP
+        # A greeting may have come behind what has ended it.
+        self._go_on(session)
 
     def _first(self, peer: bytes, message: messages.Message) -> None:
         """Act on a message of a peer that has no session."""
@@ -427,119 +343,14 @@ class Daemon:
                 self._config.master,
                 message.reason,
             )
-        elif not isinstance(message, messages.Goodbye) and peer not in self._retired:
+        elif not isinstance(message, messages.Goodbye) and not self._sessions.is_retired(peer):
             # A message may come of a master that is no longer ours.
             raise ProtocolError(f"{type(message).__name__} from a peer that has no session here")
 
     def _welcome(self, peer: bytes, hello: messages.Hello) -> None:
         # The session's master may have gone since the last look, and this be its successor.
         self._watch()
-        # The session would be in use for ever, by nobody: no event tells of that connection's end.
-        if peer in self._gone:
-            return
-        found = self._sessions.get(hello.session)
-        reason = refusal(hello, found, self._sessions)
-        if reason:
-            self._strangers.note(f"refused a master on {hello.host}: {reason}")
-            self._greet(
-                peer,
-                messages.Refused(reason, found is not None and not compare_digest(found.token, hello.token)),
-            )
-            return
-        if hello.mode == "again":
-            assert found is not None
-            # It knows of the break before we do, or this greeting is an older one that was on its way.
-            if found.link.peer is not None:
-                self._greet(
-                    found.link.peer, messages.Refused("the session goes on on another connection", False)
-                )
-                self._by_peer.pop(found.link.peer, None)
-                self._retired.append(found.link.peer)
-            self._by_peer[peer] = found
-            self._greet(peer, self._about_us(found))
-            found.come_back(peer, hello)
-            log.info("session of master %s goes on", found.master)
-            return
-        try:
-            # A session takes one. Where there is none, the one that it was to go on from stays.
-            threads.begin(_nothing, "session")
-        except ConfigurationError as error:
-            self._strangers.note(f"refused a master on {hello.host}: {error}")
-            self._greet(peer, messages.Refused(str(error), False))
-            return
-        if found is not None:
-            found.send(messages.Detach(f"the session was taken over by a master on {hello.host}"))
-            self._end(found, f"taken over by a master on {hello.host}")
-        if not self._sessions:
-            restore()
-        before = found if hello.mode.endswith(("resume", "auto")) else None
-        most = self._config.max_memory
-        budget = None if most is None else Budget(hello.session, limits(most, self._devices))
-        turn = self._turns.enter(hello.session)
-        session = Session(
-            peer, hello, self._devices, self._channel, self._published, turn, budget, before, self._refused()
-        )
-        session.executor.host = partial(self._data_host, session)
-        self._sessions[hello.session] = self._by_peer[peer] = session
-        self._served = True
-        log.info(
-            "session of master %s (torch %s, Python %s) begins", session.master, hello.torch, hello.python
-        )
-        self._greet(peer, self._about_us(session))
-
-    def _data_host(self, session: Session, proposed: str) -> str:
-        """Return this worker's host for other workers, as `data_host`; the session's own once it has one."""
-        return data_host(self._config, session.host or proposed)
-
-    def _refused(self) -> str:
-        """Return why this worker opens nothing that its masters have pickled, or nothing."""
-        if not self._config.functions:
-            return (
-                "this worker was started with --no-functions: it runs operators only, and no Python of its "
-                "masters' own. Start it without that option, or use torch's operators"
-            )
-        if self._channel.unproven:
-            return (
-                "this worker has no key, so it cannot know who sends it Python to run, and runs none. Make a "
-                "key with `distruntime-worker keygen`, and start the workers and the session with it instead "
-                "of --insecure (in Python: insecure=True)"
-            )
-        return ""
-
-    def _about_us(self, session: Session) -> messages.Welcome:
-        return messages.Welcome(
-            messages.PROTOCOL,
-            self._incarnation,
-            session.link.received,
-            time.monotonic() - session.began,
-            torch.__version__,
-            platform.python_version(),
-            socket.gethostname(),
-            os.getpid(),
-            process(),
-            session.shared.secret(),
-            session.shared.nonce,
-            self._devices.info(),
-            self._devices.simulated,
-            [
-                [other.name, other.process]
-                for other in self._sessions.values()
-                if other.alone_since is not None
-            ],
-        )
-
-
-def _nothing() -> None:
-    """Return at once."""
-
-
-def _give_memory_back() -> None:
-    """Give back what torch's allocators hold for nobody."""
-    with lost.tolerated("giving memory back"):
-        uploads().empty()
-        downloads().empty()
-        hardware.forget_workspaces()
-        hardware.empty_cache()
+        self._sessions.welcome(peer, hello)
 
 
 def serve(config: WorkerConfig, stop: threading.Event) -> str:

@@ -25,14 +25,13 @@ import torch
 from distruntime.errors import ConfigurationError, ProtocolError
 from distruntime.version import __version__
 from distruntime.wire import messages
-from distruntime.wire.codec import failure_fields
 from distruntime.wire.messages import BEFORE_INSTRUCTION, Activity, SessionRow, WorkerReport
 
+from ..checkpoint import folder as checkpoint_folder
 from ..collectives.data_channel import report
 from ..log.turns import Turns
 from ..machine import hardware, lost
 from ..machine.devices import Devices
-from ..values.objects import failure
 from . import activity
 from .address import peer_address, unusable_for_workers
 from .config import WorkerConfig
@@ -208,6 +207,9 @@ class Questions:
     def answer(self, session: Session, question: messages.Question[object]) -> None:
         """Reply, or say why not."""
         try:
+            if isinstance(question, checkpoint_folder.FolderQuestion):
+                checkpoint_folder.answer(question, session.send)
+                return
             match question:
                 # An accelerator's profiler takes a while to begin and to end. So a thread may reply.
                 case messages.StartTrace(request=request, most=most):
@@ -218,9 +220,7 @@ class Questions:
                     return
             session.send(messages.Reply(question.request, self._reply(session, question)))
         except (RuntimeError, OSError) as error:
-            op = type(question).__name__
-            cause = failure(lost.look(error, "a question"), seq=0, position=0, op=op, operands="")
-            session.send(messages.Failed(question.request, failure_fields(cause)))
+            session.fail(question.request, lost.look(error, "a question"), type(question).__name__)
 
     def _reply(self, session: Session, question: messages.Question[object]) -> object:
         executor, shelf = session.executor, session.executor.shelf

@@ -240,6 +240,11 @@ class Session:
             self.link, [encode(message), bytes(payload) if copy else payload], copy=False
         )
 
+    def fail(self, request: int, error: BaseException, op: str) -> None:
+        """Answer a request with the error that `op` has failed with."""
+        cause = failure(error, seq=0, position=0, op=op, operands="")
+        self.send(messages.Failed(request, failure_fields(cause)))
+
     def listen(self, address: str, keys: KeyPair | None) -> str:
         """Open the channel to other workers, if it is not; return where it listens."""
         if self._peers is None:
@@ -268,8 +273,7 @@ class Session:
             if error is None:
                 self.send(messages.Reply(message.request, None))
             else:
-                cause = failure(error, seq=0, position=0, op=f"joining group {message.group}", operands="")
-                self.send(messages.Failed(message.request, failure_fields(cause)))
+                self.fail(message.request, error, f"joining group {message.group}")
 
         if self._refused and message.factory:
             answer(NotSupportedError(self._refused))

@@ -1,4 +1,6 @@
-"""Workers that are away: whether one is lost, and whether anyone listens where it was."""
+"""Workers that are away: whether one is lost, whether anyone listens where it was, and whether what was
+started in its place has ended, too.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import socket
 import threading
 
 from ..log.node import Absence, Node
+from ..session.launched import last_words
 from ..session.session import Session
 from ..wire.identity import has_died
 from ..wire.units import span
@@ -71,6 +74,22 @@ def look_for(session: Session, connection: Connection, node: Node, grace: float,
         session.lose(
             node, f"was unreachable for {span(now - absence.since)}, since {absence.clock} ({absence.why})"
         )
+
+
+def ended_early(session: Session, node: Node) -> bool:
+    """Return whether the worker that was started in a lost one's place has ended, too, and warn of it."""
+    worker = session.workers.of(node)
+    ended = worker.poll() if worker is not None else None
+    if worker is None or ended is None:
+        return False
+    node.presence.connecting = False
+    log.warning(
+        "%s: the worker that started in its place ended before it was ready: %s; its last lines:\n  %s",
+        node,
+        ended,
+        "\n  ".join(last_words(worker)),
+    )
+    return True
 
 
 def _probe(connection: Connection, absence: Absence, now: float) -> None:

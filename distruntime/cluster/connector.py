@@ -11,12 +11,10 @@ import logging
 import platform
 import secrets
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from ipaddress import ip_address
 from types import MappingProxyType
 
 import torch
@@ -24,15 +22,15 @@ import torch
 from ..errors import ConfigurationError, ConnectionFailed
 from ..log.node import Node
 from ..log.replies import devices_from
-from ..session.launched import last_words
 from ..session.session import Session
-from ..wire.address import host_of, resolve
+from ..wire.address import Lookups
 from ..wire.channel import PeerEvent
 from ..wire.identity import has_died, process
-from ..wire.messages import PROTOCOL, Bury, Goodbye, Hello, Join, Refused, Welcome
+from ..wire.messages import PROTOCOL, Bury, Hello, Join, Refused, Welcome
 from ..wire.units import span
-from .absences import look_for, refuses
+from .absences import ended_early, look_for, refuses
 from .connection import Connection
+from .joins import Joins
 
 log = logging.getLogger("distruntime")
 
@@ -76,17 +74,12 @@ class Connector:
         ]
         self.nodes: dict[int, Node] = {}
         self._modes, self._most = [*modes], most
+        self._joins = Joins(session, self.connections, self.nodes, self._wanted, self._one_more)
         self._met = False
         self._by_attempt: dict[bytes, Connection] = {}
-        # These are what the name in a node's address stands for, and the nodes whose name a thread looks up.
-        self._endpoints: dict[int, str] = {}
-        self._lookups: set[int] = set()
+        self._lookups = Lookups()
         # These connections have been given up.
         self._retired: deque[bytes] = deque(maxlen=4096)
-        # These workers have dialled this process while all places seemed to be taken.
-        self._surplus: dict[bytes, Join] = {}
-        # These of them have been told that the session has all its workers.
-        self._spare: set[bytes] = set()
         # These nodes are lost, and another worker is looked for in the place of each.
         self._awaited: set[int] = set()
         self._polled_at = 0.0
@@ -121,6 +114,9 @@ class Connector:
         self._polled_at = 0.0
         return connection
 
+    def _one_more(self) -> Connection | None:
+        return self.add("") if len(self.connections) < self._most else None
+
     def withdraw(self, connection: Connection) -> None:
         """Seek a node's first worker no longer. Return at once. The next `poll` drops the connection."""
         connection.withdrawn = True
@@ -149,8 +145,7 @@ class Connector:
         connection = self._by_attempt.get(event.peer) if event.peer is not None else None
         if event.peer is None or connection is None or event.peer not in connection.attempts:
             if event.kind == "disconnected":
-                self._surplus.pop(event.peer or b"", None)
-                self._spare.discard(event.peer or b"")
+                self._joins.disconnected(event.peer or b"")
             if event.kind in ("auth_failed", "handshake_failed") and event.peer not in self._retired:
                 self._refuse(
                     f"rejected a connection to {event.address}: "
@@ -210,6 +205,14 @@ class Connector:
         self._awaited.add(node.index)
         self._polled_at = 0.0
 
+    def _start_again(self, node: Node) -> None:
+        if self.session.workers.may_restart(node):
+            try:
+                self.revive(node)
+            except Exception:
+                # The error is a launcher's, and the launcher may be a user's. The reader must go on.
+                log.exception("%s could not be started again", node)
+
     def poll(self) -> None:
         """Dial who is due, and give up who has been away for too long, or has died."""
         now = time.monotonic()
@@ -217,8 +220,7 @@ class Connector:
             return
         self._polled_at = now
         self.session.strangers.look()
-        surplus, self._surplus = self._surplus, {}
-        for peer, join in surplus.items():
+        for peer, join in self._joins.surplus().items():
             self._joined(peer, join)
         for connection in self.connections:
             connection.seek(self._wanted(connection), now)
@@ -228,8 +230,8 @@ class Connector:
                 self._dial(connection, now)
         self._drop_withdrawn()
         for node in self.session.nodes:
-            if node.presence.connecting:
-                self._look_after(node)
+            if node.presence.connecting and ended_early(self.session, node) and self.restart_workers:
+                self._start_again(node)
             if node.presence.absence is not None and node.failed is None:
                 look_for(self.session, self.connections[node.index], node, self.grace, now)
 
@@ -255,12 +257,9 @@ class Connector:
             if connection.has_ended and connection.is_local and refuses(address):
                 connection.fail()
                 return
-        elif _has_name(address):
-            # libzmq would look a name up in the thread that all connections share.
-            found = self._endpoints.pop(connection.number, None)
-            if found is None:
-                self._look_up(connection)
-                return
+        elif (found := self._lookups.endpoint(address)) is None:
+            return
+        else:
             address = found
         peer = connection.dial(now)
         self._by_attempt[peer] = connection
@@ -273,20 +272,6 @@ class Connector:
             if connection.refused(peer, str(error), now):
                 log.warning("looking for node %d: %s", connection.number, error)
             self._hang_up(connection)
-
-    def _look_up(self, connection: Connection) -> None:
-        number = connection.number
-        if number in self._lookups:
-            return
-        self._lookups.add(number)
-
-        def look_up() -> None:
-            try:
-                self._endpoints[number] = next(iter(resolve(connection.address)), connection.address)
-            finally:
-                self._lookups.discard(number)
-
-        threading.Thread(target=look_up, name=f"distruntime-resolves-{number}", daemon=True).start()
 
     def _hang_up(self, connection: Connection) -> None:
         while connection.abandoned:
@@ -400,121 +385,13 @@ class Connector:
 
     def _joined(self, peer: bytes, join: Join) -> None:
         now = time.monotonic()
-        for node in self.nodes.values():
-            if node.failed is None and node.welcome.incarnation == join.incarnation:
-                if node.link.peer is not None:
-                    # This connection may be the older one, delayed. Then the worker hears of it on the other,
-                    # and joins again.
-                    self.session.greet(node.link.peer, Refused("the worker has connected anew", False))
-                    self.session.cut(node, "the worker has connected anew")
-                break
-        else:
-            self._displace(peer, join)
-            found = self._vacant(join)
-            if found is None and self._met and len(self.connections) < self._most:
-                found = self.add("")
-            if found is None:
-                if self._met and peer not in self._spare:
-                    self._spare.add(peer)
-                    self.session.greet(peer, Goodbye("the session has all its workers"))
-                    self.session.strangers.note(
-                        f"a worker on {join.host} (pid {join.pid}) has dialled, and the session has all its "
-                        "workers. It gets no place until one of them is lost"
-                    )
-                # A place may become free again. The worker may even have been started in the place of one
-                # that is not known to be lost so far.
-                self._surplus[peer] = join
-                return
-            self._spare.discard(peer)
-            self._welcome_in(found, peer, join, now)
-            return
-        self._welcome_in(self.connections[node.index], peer, join, now)
-
-    def _displace(self, peer: bytes, join: Join) -> None:
-        """Give up an absent node whose number another worker asks for, unless that one has waited for it.
-
-        A launcher elsewhere has seen the first one end, and has started another with its number. From here it
-        is only silent, and would be waited for as long as a network may be cut.
-        """
-        node = self.nodes.get(join.node) if join.node is not None and self._met else None
-        if node is None or node.failed is not None or node.presence.absence is None or peer in self._spare:
-            return
-        self.session.lose(
-            node,
-            f"(pid {node.welcome.pid}) was unreachable ({node.presence.absence.why}), and another worker was "
-            f"started with its number: {join.host}, pid {join.pid}",
-        )
-
-    def _welcome_in(self, connection: Connection, peer: bytes, join: Join, now: float) -> None:
-        mode = self._wanted(connection)
-        if mode is None:
-            # It was lost while its connection was closed.
+        connection = self._joins.place(peer, join, met=self._met)
+        mode = self._wanted(connection) if connection is not None else None
+        if connection is None or mode is None:
+            # There is no place, or the node was lost while its connection was closed.
             return
         connection.seek(mode, now)
         self._hang_up(connection)
         connection.join(peer, mode, join.incarnation, now)
         self._by_attempt[peer] = connection
         self._greet(connection, peer, mode)
-
-    def _vacant(self, join: Join) -> Connection | None:
-        """Return the connection for a worker that has dialled: the one it asks for, or the first free one."""
-        wish = join.node
-        if self._met:
-            free = [
-                c
-                for c in self.connections
-                if (self.nodes[c.number].failed is not None if c.number in self.nodes else not c.address)
-            ]
-            wanted = [c for c in free if (wish is None or c.number == wish) and self._wanted(c) is not None]
-            return min(wanted, key=lambda connection: len(connection.attempts), default=None)
-        if wish is not None and not 0 <= wish < len(self.connections):
-            count = len(self.connections)
-            raise ConnectionFailed(
-                f"a worker on {join.host} asks to be node {wish}; this session has nodes 0 to {count - 1}"
-            )
-        there = None if wish is None else self.nodes.get(wish)
-        if there is not None and there.failed is not None:
-            # The worker comes in a lost worker's place, which is free once all have met. Another place is
-            # another's.
-            return None
-        late = [connection for connection in self.connections if connection.first]
-        same = [connection for connection in late if connection.has_joined(join.incarnation)]
-        free = [connection for connection in late if not connection.attempts]
-        return next(iter([*same, *(c for c in free if c.number == wish), *free]), None)
-
-    # -- workers that are away, and lost ones --------------------------------------------------------------
-
-    def _look_after(self, node: Node) -> None:
-        """Take note if the worker that was started in a lost one's place has ended, too."""
-        workers = self.session.workers
-        worker = workers.of(node)
-        ended = worker.poll() if worker is not None else None
-        if worker is None or ended is None:
-            return
-        node.presence.connecting = False
-        log.warning(
-            "%s: the worker that started in its place ended before it was ready: %s; its last lines:\n  %s",
-            node,
-            ended,
-            "\n  ".join(last_words(worker)),
-        )
-        if self.restart_workers:
-            self._start_again(node)
-
-    def _start_again(self, node: Node) -> None:
-        if self.session.workers.may_restart(node):
-            try:
-                self.revive(node)
-            except Exception:
-                # The error is a launcher's, and the launcher may be a user's. The reader must go on.
-                log.exception("%s could not be started again", node)
-
-
-def _has_name(address: str) -> bool:
-    """Whether an address names a host, where it could give the number."""
-    host = host_of(address)
-    try:
-        ip_address(host)
-    except ValueError:
-        return bool(host)
-    return False

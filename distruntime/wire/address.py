@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import socket
+import threading
+from ipaddress import ip_address
+from typing import final
 
 from ..errors import ConfigurationError
 
@@ -38,6 +41,45 @@ def resolve(address: str) -> list[str]:
         return []
     hosts = [str(where[0]) for *_, where in found]
     return [f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}" for host in hosts]
+
+
+@final
+class Lookups:
+    """Looks up the hosts that addresses name, each in a thread: libzmq would do it in the one that all
+    connections share.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, str] = {}
+        # Threads look these up now.
+        self._sought: set[str] = set()
+
+    def endpoint(self, address: str) -> str | None:
+        """Return where to dial an address; None while its host is looked up. Return at once."""
+        if not _has_name(address):
+            return address
+        found = self._found.pop(address, None)
+        if found is None and address not in self._sought:
+            self._sought.add(address)
+            name = f"distruntime-resolves-{host_of(address)}"
+            threading.Thread(target=self._look_up, args=(address,), name=name, daemon=True).start()
+        return found
+
+    def _look_up(self, address: str) -> None:
+        try:
+            self._found[address] = next(iter(resolve(address)), address)
+        finally:
+            self._sought.discard(address)
+
+
+def _has_name(address: str) -> bool:
+    """Whether an address names a host, where it could give the number."""
+    host = host_of(address)
+    try:
+        ip_address(host)
+    except ValueError:
+        return bool(host)
+    return False
 
 
 def listener(address: str, backlog: int) -> socket.socket | None:

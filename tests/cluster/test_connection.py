@@ -204,4 +204,4 @@ def test_one_that_asks_for_a_place_again_and_again_is_kept_once() -> None:
     connector.greeted(b"first", Join(None, 1, "here", b"1"))
     for _ in range(100):
         connector.greeted(b"second", Join(None, 2, "here", b"2"))
-    assert len(connector._surplus) == 1 and connector.knows(b"first")
+    assert len(connector._joins._surplus) == 1 and connector.knows(b"first")

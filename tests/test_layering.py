@@ -21,10 +21,13 @@ WORKER_MAY_USE = {
 OUTSIDE = {
     "zmq": {
         "distruntime.wire.channel",
-        "distruntime.wire.connections",
-        "distruntime.wire.frames",
-        "distruntime.wire.inbox",
         "distruntime.wire.keys",
+        "distruntime.wire.zeromq.connections",
+        "distruntime.wire.zeromq.frames",
+        "distruntime.wire.zeromq.inbox",
+        "distruntime.wire.zeromq.options",
+        "distruntime.wire.zeromq.sender",
+        "distruntime.wire.zeromq.zero_copy",
     },
     # On the master nothing is unpickled but what a trusted key has signed, and the copy of an object that the
     # user asks a worker with the key for. On a worker nothing is unpickled before authentication, and nothing
@@ -77,8 +80,8 @@ OUTSIDE = {
         "distruntime.session.ending",
         "distruntime.session.places",
         "distruntime.log.shards",
-        "distruntime.wire.channel",
         "distruntime.wire.shared",
+        "distruntime.wire.zeromq.sender",
         "distruntime_worker.python.kept",
         "distruntime_worker.python.members",
         # It refers to a program that is compiled: nobody may want it any more.

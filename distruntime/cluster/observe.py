@@ -14,10 +14,9 @@ from typing import Generic, TypeVar, final
 
 from ..errors import ConfigurationError, ProtocolError
 from ..log.replies import require
-from ..wire.channel import Channel, PeerGone
+from ..wire.channel import Channel, Frames, PeerGone
 from ..wire.codec import decode, encode
 from ..wire.deadlines import UNREACHABLE
-from ..wire.inbox import Frames
 from ..wire.keys import KeyPair, choose, is_local
 from ..wire.messages import PROTOCOL, Question, Reply
 from .absences import refuses

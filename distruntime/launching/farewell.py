@@ -9,9 +9,8 @@ import time
 from contextlib import suppress
 
 from ..errors import ProtocolError
-from ..wire.channel import Channel, PeerGone
+from ..wire.channel import Channel, Frames, PeerGone
 from ..wire.codec import decode, encode
-from ..wire.inbox import Frames
 from ..wire.keys import KeyPair
 from ..wire.messages import Join, Message, Reply, StopWorker
 from .job import Meeting

@@ -16,8 +16,7 @@ from typing import NamedTuple, Protocol
 
 from ..errors import NodeFailed
 from ..wire.codec import Buffer, encode
-from ..wire.frames import Part
-from ..wire.link import Delivery
+from ..wire.link import Delivery, Part
 from ..wire.messages import DROP, FORGET, MeshBody, Plain, Segment
 from ..wire.shield import RLock, shield
 from .line import Line, line_text

@@ -14,8 +14,7 @@ from typing import Protocol, TypeVar, final
 from ..errors import NodeFailed
 from ..wire.channel import for_many
 from ..wire.codec import encode
-from ..wire.frames import Part
-from ..wire.link import Delivery
+from ..wire.link import Delivery, Part
 from ..wire.messages import MeshBody, MeshSegment, Message, OpenMesh, Plain, stream_number
 from ..wire.shield import RLock, shield
 from .handle import Place, Residence

@@ -20,9 +20,8 @@ from ..log.failure_log import WorkerWarnings
 from ..log.log import Log
 from ..log.node import Node
 from ..wire import messages
-from ..wire.channel import Channel, ChannelClosed, PeerEvent
+from ..wire.channel import Channel, ChannelClosed, Frames, PeerEvent
 from ..wire.codec import Buffer, decode
-from ..wire.inbox import Frames
 from ..wire.shield import shield
 from ..wire.strangers import Tally
 from .launched import LaunchedWorkers

@@ -22,8 +22,7 @@ from ..log.mesh_log import MeshLog
 from ..log.node import Node
 from ..session import stalls
 from ..session.session import Session
-from ..wire.frames import Part
-from ..wire.link import Delivery
+from ..wire.link import Delivery, Part
 from ..wire.shield import shield
 
 # So many seconds lie between two looks. A look takes the interpreter away from the program for a moment.

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Protocol, final
 
 from ..errors import ProtocolError
-from .frames import Part
+from .zeromq.frames import Part as Part
 
 Buffer = bytes | bytearray | memoryview
 

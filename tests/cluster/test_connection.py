@@ -16,8 +16,8 @@ from distruntime.cluster.connection import (
 )
 from distruntime.cluster.connector import Connector
 from distruntime.wire.channel import HANG_UPS
-from distruntime.wire.connections import PeerEvent
 from distruntime.wire.messages import Join
+from distruntime.wire.zeromq.connections import PeerEvent
 
 ADDRESS = "tcp://10.0.0.1:29400"
 

@@ -19,9 +19,9 @@ from distruntime.cluster import connector as connectors
 from distruntime.cluster.connector import Connector
 from distruntime.cluster.local_workers import LocalLauncher, LocalWorker
 from distruntime.session.session import active_session
-from distruntime.wire.connections import PeerEvent
 from distruntime.wire.identity import has_died
 from distruntime.wire.messages import Join
+from distruntime.wire.zeromq.connections import PeerEvent
 from processes import STARTING, ListeningWorker, until
 
 REMOTE = "remote"

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from distruntime.wire.frames import FRAME, ROOM
+from distruntime.wire.zeromq.frames import FRAME, ROOM
 
 # ZMTP 3.1 with CURVE starts so on a client: signature, version, mechanism, as-server.
 GREETING = b"\xff" + b"\0" * 8 + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + b"\0" * 32

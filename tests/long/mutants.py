@@ -237,7 +237,7 @@ MUTANTS = [
     ),
     Mutant(
         "whoever has some key is let in",
-        "distruntime/wire/channel.py",
+        "distruntime/wire/zeromq/options.py",
         "return hmac.compare_digest(key, self._public)",
         "return len(key) == len(self._public)",
         ("tests/wire/test_channel.py", "tests/hostile/test_security.py"),
@@ -245,7 +245,7 @@ MUTANTS = [
     ),
     Mutant(
         "pieces of a frame are taken in any order",
-        "distruntime/wire/frames.py",
+        "distruntime/wire/zeromq/frames.py",
         "or start != got or",
         "or",
         ("tests/wire/test_channel.py", "tests/hostile/test_security.py"),
@@ -261,7 +261,7 @@ MUTANTS = [
     ),
     Mutant(
         "a new connection brings again what the old one has brought",
-        "distruntime/wire/channel.py",
+        "distruntime/wire/zeromq/sender.py",
         "            link.acknowledge(received)\n",
         "",
         ("tests/wire/test_channel.py", "tests/cluster/test_cuts.py"),

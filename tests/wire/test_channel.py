@@ -21,12 +21,13 @@ import pytest
 import zmq
 
 from distruntime.errors import ConfigurationError
-from distruntime.wire import channel as channel_module
-from distruntime.wire.channel import LARGE, Channel, ChannelClosed, Frames, PeerEvent, PeerGone
-from distruntime.wire.frames import FRAME, ROOM, Joined
+from distruntime.wire.channel import Channel, ChannelClosed, Frames, PeerEvent, PeerGone
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.link import Delivery, Link
 from distruntime.wire.shield import shield
+from distruntime.wire.zeromq import zero_copy
+from distruntime.wire.zeromq.frames import FRAME, ROOM, Joined
+from distruntime.wire.zeromq.inbox import LARGE
 from network import Network
 from processes import Child, pause, waits_less
 
@@ -939,8 +940,8 @@ def test_ctrl_c_waits_while_pyzmq_begins(monkeypatch: pytest.MonkeyPatch) -> Non
         signal.raise_signal(signal.SIGINT)
         made.append(data)
 
-    monkeypatch.setattr(channel_module, "_begun", [])
+    monkeypatch.setattr(zero_copy, "_begun", [])
     monkeypatch.setattr(zmq, "Frame", frame)
     with pytest.raises(KeyboardInterrupt):
-        channel_module._begin()
-    assert made == [b""] and channel_module._begun == [True]
+        zero_copy._begin()
+    assert made == [b""] and zero_copy._begun == [True]

@@ -20,11 +20,10 @@ import torch
 
 from distruntime.errors import ConfigurationError, ConnectionFailed, ProtocolError
 from distruntime.wire import messages
-from distruntime.wire.channel import HANG_UPS, Channel
+from distruntime.wire.channel import HANG_UPS, Channel, Frames
 from distruntime.wire.codec import decode
 from distruntime.wire.deadlines import DIAL, UNREACHABLE
 from distruntime.wire.descriptors import raise_limit, spare
-from distruntime.wire.inbox import Frames
 from distruntime.wire.scratch import hold
 
 from ..collectives.data_channel import prepare

@@ -17,10 +17,9 @@ import torch
 
 from distruntime.errors import ConfigurationError, NotSupportedError, ProtocolError
 from distruntime.wire import messages
-from distruntime.wire.channel import Channel, ChannelClosed
+from distruntime.wire.channel import Channel, ChannelClosed, Frames
 from distruntime.wire.codec import Buffer, decode, encode, failure_fields
 from distruntime.wire.identity import has_died
-from distruntime.wire.inbox import Frames
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.link import Link
 from distruntime.wire.messages import TraceKept

@@ -17,8 +17,8 @@ import zmq
 import zmq.backend
 import zmq.utils.monitor
 
-from .descriptors import most_strangers
-from .strangers import Strangers
+from ..descriptors import most_strangers
+from ..strangers import Strangers
 
 Peer = bytes
 

@@ -73,7 +73,7 @@ def _trained(box: Box, way: str, options: dict[str, str] | None, place: dr.types
         # The next steps are not to be measured beside a compiler.
         until(
             lambda: not any(one.compiled == "compiling" for one in dr.profiler.compiled_graphs()),
-            90,
+            600,
             "it is compiled",
         )
         # Inductor tries several forms of a kernel when it first runs.

@@ -19,22 +19,14 @@ from ..errors import without_our_frames
 from ..log.current import MeshContext, asked_by_fakes, node_context
 from ..log.handle import Residence
 from ..session.session import active, active_session
-from ..session.spelling import indexed, set_place
-from ..streams.stream import (
-    Event,
-    Stream,
-    StreamContext,
-    current_stream,
-    default_stream,
-    stream,
-    synchronize_device,
-)
+from ..session.spelling import Where, indexed, set_place
+from ..streams.context import StreamContext, stream
+from ..streams.stream import Event, Stream, current_stream, default_stream
+from ..streams.synchronize import synchronize_device
 from ..tensors.figures import DeviceProperties, figures, properties
 from ..tensors.tensor import DistributedTensor
 from ..tensors.worker_functions import issue_function
 from .random import get_rng_state, manual_seed, set_rng_state
-
-Where = int | str | torch.device | None
 
 
 def _residence(device: Where) -> Residence:

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ..errors import UsageError, without_our_frames
-from ..streams.stream import current_stream, has_streams, kept_number, numbered_stream
+from ..streams.order import has_streams
+from ..streams.stream import current_stream, kept_number, numbered_stream
 from .line_groups import Lines
 from .operation import on_mesh_of, permuted, require_lines
 

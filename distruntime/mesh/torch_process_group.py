@@ -20,7 +20,8 @@ from torch._C import _distributed_c10d
 from ..collectives.adjoints import Collective
 from ..errors import NotSupportedError, UsageError
 from ..log.mesh_log import MeshLog
-from ..streams.stream import Stream, current_stream, has_streams, kept_number, numbered_stream
+from ..streams.order import has_streams
+from ..streams.stream import Stream, current_stream, kept_number, numbered_stream
 from ..tensors.tensor import DistributedTensor
 from ..tensors.uneven import UnevenTensor, shapes_of
 from .line_groups import Lines

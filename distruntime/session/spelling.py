@@ -21,6 +21,8 @@ from ..log.handle import REMOTE_TYPES, Place, Residence
 from .places import Places
 from .session import active, active_session
 
+Where = int | str | torch.device | None
+
 
 class DeviceIndex(int):
     """The number that `x.get_device()` returns: -1 for a node's CPU and k for its GPU `cuda:k`.
@@ -103,6 +105,30 @@ def on_node(
     if like in have:
         return places.place(node, like)
     return places.place(node, otherwise or _first(have))
+
+
+def home_of_stream(node: Where, device: DeviceLike | None) -> Residence:
+    """Return the place of a stream: the current one where neither a node nor a device is named.
+
+    Raises `PlacementError` if there is no such place.
+    """
+    places = active_session().places
+    for place, name, other in ((node, "device", device), (device, "node", node)):
+        found = named(places, place)
+        if found is not None:
+            require_alone(place, name, other)
+            return found
+    if isinstance(node, (str, torch.device)):
+        raise PlacementError(
+            "a stream belongs to a device of a node: "
+            f'node=1, device="cuda:0", or x.device of a remote tensor; got {node}'
+        )
+    if node is None and device is None:
+        return places.current()
+    current = places.current().place
+    index = current.node if node is None else node
+    like = current.local_device if index == current.node else None
+    return places.residence(on_node(places, index, device, like=like))
 
 
 def twin_on(places: Places, node: int, device: object, own: Place) -> Place:

@@ -14,7 +14,8 @@ from ...errors import without_our_frames
 from ...session.session import active_session
 from ...session.stalls import get_sync_debug_mode, set_sync_debug_mode
 from ...streams import nvtx
-from ...streams.stream import Event, Stream, stream
+from ...streams.context import stream
+from ...streams.stream import Event, Stream
 from ...tensors.tensor import DistributedTensor
 from .functions import TYPES, type_named
 from .places import current_device, device_count, place_of

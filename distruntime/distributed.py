@@ -8,7 +8,7 @@ from . import first_use as _first_use
 
 if typing.TYPE_CHECKING:
     from .collectives.group import ProcessGroup as ProcessGroup
-    from .collectives.group import new_group as new_group
+    from .collectives.groups import new_group as new_group
     from .collectives.in_place import all_gather as all_gather
     from .collectives.in_place import all_gather_into_tensor as all_gather_into_tensor
     from .collectives.in_place import all_reduce as all_reduce

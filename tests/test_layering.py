@@ -65,7 +65,7 @@ OUTSIDE = {
         # It refers to graphs, to tell of those that somebody may call.
         "distruntime.compiled.graph",
         # It refers to groups, which are closed once nobody holds them.
-        "distruntime.collectives.group",
+        "distruntime.collectives.groups",
         "distruntime.log.storage",
         "distruntime.log.handle",
         "distruntime.log.uses",

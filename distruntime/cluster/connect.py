@@ -19,7 +19,7 @@ from ..backend.install import await_imports, install
 from ..backend.random import follow_seed
 from ..backend.torch_settings import follow_determinism
 from ..collectives.data_channels import Choice
-from ..collectives.group import Groups
+from ..collectives.groups import Groups
 from ..compiled.dynamo import install_dynamo
 from ..compiled.one_accelerator import ONE_ACCELERATOR
 from ..errors import ConfigurationError, ConnectionFailed, UsageError, without_our_frames

@@ -14,7 +14,8 @@ from ..log.handle import Handle, Place
 from ..log.spec import Spec
 from ..session.session import Session, active_session, session_of_log
 from ..tensors.tensor import DistributedTensor
-from .group import ProcessGroup, groups_of
+from .group import ProcessGroup
+from .groups import groups_of
 
 
 def _group(value: object) -> ProcessGroup:

@@ -19,7 +19,7 @@ from ..operators.special import Special
 from ..operators.transfer import download, owns_whole, upload
 from ..session.session import active_session, session_of_log
 from ..tensors.tensor import DistributedTensor
-from .group import groups_of
+from .groups import groups_of
 from .operation import Operands, issue_operation, require_operation
 
 

@@ -14,13 +14,15 @@ import torch
 
 from ..errors import UsageError, WaitTimeout, without_our_frames
 from ..log.line import line_text, user_line
+from ..session.spelling import homes_of
 from ..session.timeouts import checked, deadline_in, left_until
 from ..streams.stream import Event, current_stream
 from ..wire.deadlines import ASK
 from ..wire.messages import AskStatus
 from . import functional
 from .arguments import alike_each, expect, lists_each, one_each, root_of, rows_of, session_of
-from .group import ProcessGroup, Where, groups_of, homes_of
+from .group import ProcessGroup, Where
+from .groups import groups_of
 from .operation import (
     Lists,
     Remote,

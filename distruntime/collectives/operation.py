@@ -24,7 +24,8 @@ from ..log.total_order import in_total_order
 from ..tensors.tensor import DistributedTensor
 from ..wire.data_channel import Reduction
 from .arguments import at, expect, tensor
-from .group import ProcessGroup, groups_of
+from .group import ProcessGroup
+from .groups import groups_of
 from .splits import NO_SPLITS, ByteSplits
 from .work import Outputs, Work, aside
 

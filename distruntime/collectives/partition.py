@@ -14,10 +14,11 @@ from torch.autograd.function import FunctionCtx
 from ..errors import PlacementError, UsageError, without_our_frames
 from ..log.handle import Place
 from ..session.session import active_session
+from ..session.spelling import homes_of
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
 from .arguments import tensor
-from .group import Where, homes_of
+from .group import Where
 from .plan import Cuts
 from .plans import coordinates, cuts_of, measured, sizes_of, slices_of
 

@@ -21,7 +21,8 @@ from ..session.session import Session, session_of_log
 from ..session.spelling import is_node, on_node
 from ..tensors.tensor import DistributedTensor
 from .arguments import group_for, root_of, session_of, tensor
-from .group import Groups, ProcessGroup, Where, groups_of
+from .group import ProcessGroup, Where
+from .groups import Groups, groups_of
 from .mail import Mail, PostedReceive, UnreceivedSend
 from .work import Work, aside
 

@@ -11,7 +11,7 @@ from ..log.handle import Residence
 from . import functional
 from .arguments import handle_of
 from .copies import move
-from .group import groups_of
+from .groups import groups_of
 from .operation import Operands, issue_operation
 from .partition import Partition
 from .plan import AllSum, Box, Concatenation, Exchange, Moves, Plan, Size, Spread, Stage

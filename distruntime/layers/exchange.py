@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from ..collectives.copies import move
-from ..collectives.group import groups_of
+from ..collectives.groups import groups_of
 from ..collectives.partition import Partition
 from ..collectives.plans import number
 from ..collectives.work import aside

@@ -12,7 +12,8 @@ from itertools import count
 
 import torch
 
-from ..collectives.group import ProcessGroup, groups_of
+from ..collectives.group import ProcessGroup
+from ..collectives.groups import groups_of
 from ..log.mesh_log import MeshLog
 from ..log.spec import NO_TENSOR
 from ..log.storage import Storage

@@ -8,7 +8,7 @@ import msgpack
 import torch
 
 from ..collectives.adjoints import Collective, Tensors, differentiable, result_of
-from ..collectives.group import groups_of
+from ..collectives.groups import groups_of
 from ..collectives.operation import require_operation
 from ..collectives.reductions import Op, reduction, require_reduction
 from ..collectives.splits import NO_SPLITS, ByteSplits, Splits, byte_splits, transposed

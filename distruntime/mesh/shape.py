@@ -8,11 +8,11 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from ..collectives.group import homes_of
 from ..errors import PlacementError, UsageError
 from ..log.current import ACCELERATOR, is_of_kind
 from ..log.handle import Place
 from ..session.session import Session
+from ..session.spelling import homes_of
 
 
 def shape_of(

@@ -16,7 +16,7 @@ from typing import Generic, ParamSpec, TypeVar, overload
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..collectives.group import groups_of
+from ..collectives.groups import groups_of
 from ..errors import (
     ConnectionFailed,
     DistruntimeError,

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from ..collectives.group import groups_of
+from ..collectives.groups import groups_of
 from ..errors import InternalError, NodeFailed, UsageError
 from ..log.node import Node
 from ..session.meeting import proposed

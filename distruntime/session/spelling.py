@@ -8,18 +8,18 @@ send it is a node (`on_node`). To a factory and to `x.to` it is a device of one'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from copyreg import pickle as register
 from typing import TypeGuard
 
 import torch
 
-from ..errors import PlacementError, without_our_frames
+from ..errors import PlacementError, UsageError, without_our_frames
 from ..log.current import DeviceLike, device_context, device_name, node_context
 from ..log.handle import REMOTE_TYPES, Place, Residence
 from .places import Places
-from .session import active, active_session
+from .session import Session, active, active_session
 
 Where = int | str | torch.device | None
 
@@ -105,6 +105,34 @@ def on_node(
     if like in have:
         return places.place(node, like)
     return places.place(node, otherwise or _first(have))
+
+
+def homes_of(
+    session: Session, nodes_or_places: Sequence[int | Place] | None, what: str = "a group"
+) -> list[Residence]:
+    """Return the places of a new group, or of `what` is made of places like one.
+
+    Raise `UsageError` or `PlacementError`.
+    """
+    if nodes_or_places is None:
+        nodes_or_places = [node.index for node in session.nodes]
+    listed = isinstance(nodes_or_places, Iterable) and not isinstance(nodes_or_places, str)
+    if not listed or not all(isinstance(w, (int, Place)) for w in nodes_or_places):
+        raise UsageError(
+            f"{what} is made of a list of node numbers or places, [0, 1] or [dr.place(0, 'cuda:0'), "
+            f"...], got {nodes_or_places!r}"
+            + (": those of a mesh are mesh.places" if hasattr(nodes_or_places, "places") else "")
+        )
+    homes = [
+        session.places.residence(where if isinstance(where, Place) else on_node(session.places, where))
+        for where in nodes_or_places
+    ]
+    if not homes:
+        raise UsageError(f"{what} has at least one member, got an empty list")
+    for k, home in enumerate(homes):
+        if home in homes[:k]:
+            raise UsageError(f"{home.place} was given twice: each member of {what} is another place")
+    return homes
 
 
 def home_of_stream(node: Where, device: DeviceLike | None) -> Residence:

@@ -10,7 +10,7 @@ import torch
 
 import distruntime as dr
 
-from ..collectives.group import groups_of
+from ..collectives.groups import groups_of
 from ..collectives.reductions import Op
 from ..session.session import active_session
 from ..wire.data_channel import MOVES, REDUCES

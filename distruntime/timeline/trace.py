@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import final
 
-from ..collectives.group import Groups
+from ..collectives.groups import Groups
 from ..errors import DistruntimeError, UsageError, without_our_frames
 from ..log.line import line_text, user_line
 from ..log.log import Log

@@ -13,7 +13,7 @@ import torch
 
 import distruntime as dr
 from agree import REMOTE, there
-from distruntime.collectives import group as group_module
+from distruntime.collectives import groups as groups_module
 from distruntime.mesh import line_groups
 from distruntime.session.session import active_session
 from processes import blocked, until
@@ -36,7 +36,7 @@ def at(places: list[dr.types.Place]) -> list[torch.Tensor]:
 def test_many_sets_of_places_keep_few_threads(
     fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_module, "_MOST_SETS", 8)
+    monkeypatch.setattr(groups_module, "_MOST_SETS", 8)
     fresh_session(world_size=2, simulate_cuda=8)
     everywhere = [dr.types.Place(node, f"cuda:{k}") for node in range(2) for k in range(8)]
     draw, seen = random.Random(1), set[tuple[dr.types.Place, ...]]()
@@ -54,7 +54,7 @@ def test_many_sets_of_places_keep_few_threads(
         values = at(list(places))
         dr.distributed.all_reduce(values)
         assert [t[1].item() for t in values] == [{2: 3.0, 3: 6.0}[len(places)]] * len(places)
-    groups = group_module.groups_of(active_session())
+    groups = groups_module.groups_of(active_session())
     assert len(groups._by_places) == 8
     # A worker closes what it has been told to, and its threads end a little later.
     most = 8 * PER_GROUP * 2 + 8
@@ -67,7 +67,7 @@ def test_many_sets_of_places_keep_few_threads(
 
 @pytest.mark.parametrize("cycle", [False, True])
 def test_a_dropped_group_completes_what_was_issued(session: object, cycle: bool) -> None:
-    groups = group_module.groups_of(active_session())
+    groups = groups_module.groups_of(active_session())
     group, side = dr.distributed.new_group([0, 1]), dr.Stream(0)
     number, values = group.number, [there(torch.full((3,), float(k + 1)), k) for k in range(2)]
     with blocked(side):
@@ -99,7 +99,7 @@ def test_groups_that_are_dropped_leave_no_threads(session: object) -> None:
 
 def test_a_dropped_group_is_closed_by_the_next_synchronize(session: object) -> None:
     """No group has to be opened for that."""
-    groups = group_module.groups_of(active_session())
+    groups = groups_module.groups_of(active_session())
     group = dr.distributed.new_group([0, 1])
     number, values = group.number, [there(torch.full((3,), float(k + 1)), k) for k in range(2)]
     dr.distributed.all_reduce(values, group=group)
@@ -114,9 +114,9 @@ def test_a_dropped_group_is_closed_by_the_next_synchronize(session: object) -> N
 def test_pairs_of_copies_are_few_and_their_copies_complete(
     fresh_session: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_module, "_MOST_SETS", 1)
+    monkeypatch.setattr(groups_module, "_MOST_SETS", 1)
     fresh_session(world_size=4)
-    groups = group_module.groups_of(active_session())
+    groups = groups_module.groups_of(active_session())
     values, side = [there(torch.full((3,), float(k)), k) for k in range(4)], dr.Stream(0)
     pairs = [(a, b) for a in range(4) for b in range(4) if a != b]
     with blocked(side):
@@ -148,7 +148,7 @@ def test_pairs_of_copies_are_few_and_their_copies_complete(
 
 def test_a_group_that_is_held_outlives_its_set(session: object) -> None:
     """A group that somebody holds is not closed when its set falls out."""
-    groups = group_module.groups_of(active_session())
+    groups = groups_module.groups_of(active_session())
     values = [there(torch.ones(2), node) for node in range(2)]
     dr.distributed.all_reduce(values)
     held = groups.of_places((values[0].place, values[1].place))
@@ -163,7 +163,7 @@ def test_groups_of_meshes_that_nobody_holds_are_few(
 ) -> None:
     monkeypatch.setattr(line_groups, "_MOST_GROUPS", 2)
     fresh_session(world_size=4)
-    groups = group_module.groups_of(active_session())
+    groups = groups_module.groups_of(active_session())
 
     def summed(a: int, b: int) -> tuple[list[int], float]:
         mesh = dr.init_device_mesh([a, b], (2,))

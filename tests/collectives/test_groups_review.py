@@ -15,8 +15,9 @@ import torch
 
 import distruntime as dr
 from agree import there
-from distruntime.collectives.group import Groups, homes_of
+from distruntime.collectives.groups import Groups
 from distruntime.session.session import active_session
+from distruntime.session.spelling import homes_of
 from distruntime.wire.channel import Channel
 from distruntime.wire.codec import encode
 from distruntime.wire.messages import BreakGroup, Meet, OpenGroup, Taint

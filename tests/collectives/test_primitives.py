@@ -12,7 +12,7 @@ import torch
 
 import distruntime as dr
 from distruntime.collectives import plans
-from distruntime.collectives.group import groups_of
+from distruntime.collectives.groups import groups_of
 from fewer import fewer
 from parts import (
     Shape,

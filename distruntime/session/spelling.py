@@ -15,8 +15,8 @@ from typing import TypeGuard
 
 import torch
 
-from ..errors import PlacementError, UsageError, without_our_frames
-from ..log.current import DeviceLike, device_context, device_name, node_context
+from ..errors import PlacementError, UsageError, of_caller, without_our_frames
+from ..log.current import ACCELERATOR, DeviceLike, device_context, device_name, node_context
 from ..log.handle import REMOTE_TYPES, Place, Residence
 from .places import Places
 from .session import Session, active, active_session
@@ -178,6 +178,38 @@ def twin_on(places: Places, node: int, device: object, own: Place) -> Place:
         like=own.local_device,
         otherwise=_first(places.devices(node)) if on_gpu else "cpu",
     )
+
+
+def _numbered(device: object) -> bool:
+    """Whether a device is an accelerator of a node by its number alone."""
+    return isinstance(device, int) or (isinstance(device, str) and device.partition(":")[0] == ACCELERATOR)
+
+
+def destination(target: DeviceLike | None, node: int | None, own: Residence) -> Residence | torch.device:
+    """Return the place to which `.to` takes what is at `own`, or the device of this process that it names.
+
+    Raises `PlacementError` if there is no such place.
+    """
+    places = active_session().places
+    found = named(places, target)
+    if found is not None:
+        require_alone(target, "node", node)
+        return found
+    if node is not None:
+        return places.residence(twin_on(places, node, target, own.place))
+    assert target is not None
+    try:
+        device = target if _numbered(target) else torch.device(target)
+    except RuntimeError as error:
+        raise of_caller(error) from None
+    if not isinstance(device, torch.device) or device.type not in ("cpu", "meta"):
+        if own.node.members:
+            raise PlacementError(
+                f"{own.place} have a shard each, and a GPU of one's own is one member's business: "
+                "x.member(k).cuda()"
+            )
+        return places.residence(places.place(own.place.node, device_name(device)))
+    return device
 
 
 def _single(place: Place) -> tuple[str, int]:

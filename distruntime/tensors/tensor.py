@@ -20,14 +20,13 @@ from torch.types import Number
 
 from ..errors import NotSupportedError, PlacementError, UsageError, of_caller, without_our_frames
 from ..log.current import ACCELERATOR, DeviceLike, device_name
-from ..log.handle import Handle, Place, Residence
+from ..log.handle import Handle, Place
 from ..log.tape import note_begin_asked
 from ..operators.dispatch import dispatch
 from ..operators.member_views import view_of_member
 from ..operators.proxies import wrap
 from ..operators.transfer import download, item
-from ..session.session import active_session
-from ..session.spelling import DeviceIndex, named, require_alone, twin_on
+from ..session.spelling import DeviceIndex, destination
 from .printing import render, suffixes_of
 from .remote_storage import RemoteStorage, address, nbytes
 
@@ -49,11 +48,6 @@ _get_data: Callable[..., torch.Tensor] = torch.Tensor.data.__get__  # type: igno
 # While `torch.save` runs in this thread, this returns the local copy of a proxy: see
 # `backend/files/torch_save.py`.
 saving: ContextVar[Callable[[torch.Tensor], torch.Tensor] | None] = ContextVar("saving", default=None)
-
-
-def _numbered(device: object) -> bool:
-    """Whether a device is an accelerator of a node by its number alone."""
-    return isinstance(device, int) or (isinstance(device, str) and device.partition(":")[0] == ACCELERATOR)
 
 
 def own_attributes(tensor: torch.Tensor) -> list[tuple[str, object]]:
@@ -150,38 +144,16 @@ class DistributedTensor(torch.Tensor):
             target, rest = args[0], args[1:]
         if target is None and node is None:
             return _to(self, *args, **kwargs)
-        self._handle.place.node.session.require_open()
-        destination = self._destination(target, node)
-        if isinstance(destination, torch.device):
-            return _to(self, destination, *rest, **kwargs)
-        if destination is self._handle.place and not rest and not kwargs:
+        own = self._handle.place
+        own.node.session.require_open()
+        found = destination(target, node, own)
+        if isinstance(found, torch.device):
+            return _to(self, found, *rest, **kwargs)
+        if found is own and not rest and not kwargs:
             return self
         # "lazy" is what the wrapper claims in C++: with "remote" it would copy where torch promises `self`.
-        # `destination` is held until the copy lives there, so that its number stays its own.
-        return _to(self, destination.lazy, *rest, **kwargs)
-
-    def _destination(self, target: DeviceLike | None, node: int | None) -> Residence | torch.device:
-        """Return the place that a `.to` names, or the device of this process that it names."""
-        places = active_session().places
-        found = named(places, target)
-        if found is not None:
-            require_alone(target, "node", node)
-            return found
-        if node is not None:
-            return places.residence(twin_on(places, node, target, self.place))
-        assert target is not None
-        try:
-            device = target if _numbered(target) else torch.device(target)
-        except RuntimeError as error:
-            raise of_caller(error) from None
-        if not isinstance(device, torch.device) or device.type not in ("cpu", "meta"):
-            if self._handle.place.node.members:
-                raise PlacementError(
-                    f"{self.place} have a shard each, and a GPU of one's own is one member's business: "
-                    "x.member(k).cuda()"
-                )
-            return places.residence(places.place(self.place.node, device_name(device)))
-        return device
+        # `found` is held until the copy lives there, so that its number stays its own.
+        return _to(self, found.lazy, *rest, **kwargs)
 
     @without_our_frames
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:

@@ -28,6 +28,7 @@ from ..operators.proxies import restride
 from ..operators.special import SPECIAL
 from ..operators.transfer import upload_small
 from ..session.session import active, active_session
+from ..tensors.copying import install_copying
 from ..tensors.parameters import install_parameters
 from ..tensors.sparse import install_sparse
 from ..tensors.sparse_operators import SPARSE
@@ -125,6 +126,7 @@ def install() -> None:
     install_materialize()
     install_storages()
     install_generators()
+    install_copying()
     install_subclasses()
     install_sparse()
     install_defined()

@@ -6,10 +6,8 @@ everything else is torch's.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from copyreg import _slotnames  # type: ignore[attr-defined]
 from typing import NoReturn, Protocol, SupportsIndex, overload
 
 import numpy as np
@@ -48,15 +46,6 @@ _get_data: Callable[..., torch.Tensor] = torch.Tensor.data.__get__  # type: igno
 # While `torch.save` runs in this thread, this returns the local copy of a proxy: see
 # `backend/files/torch_save.py`.
 saving: ContextVar[Callable[[torch.Tensor], torch.Tensor] | None] = ContextVar("saving", default=None)
-
-
-def own_attributes(tensor: torch.Tensor) -> list[tuple[str, object]]:
-    """Return what a program has set on a tensor: in its dict, and in the slots of a class of the user's."""
-    found = [(name, value) for name, value in tensor.__dict__.items() if name != "_handle"]
-    if type(tensor) is not DistributedTensor:
-        slots: list[str] = _slotnames(type(tensor))
-        found += [(name, getattr(tensor, name)) for name in slots if hasattr(tensor, name)]
-    return found
 
 
 class DistributedTensor(torch.Tensor):
@@ -281,54 +270,6 @@ class DistributedTensor(torch.Tensor):
     def data(self) -> None:
         raise of_caller(RuntimeError("Deleting tensor data is not allowed. Delete tensor instead!"))
 
-    @without_our_frames
-    def __deepcopy__(self, memo: dict[int, object]) -> object:
-        if id(self) in memo:
-            return memo[id(self)]
-        if not self.is_leaf:
-            raise of_caller(
-                RuntimeError(
-                    "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
-                    "protocol at the moment.  If you were attempting to deepcopy a module, this may be "
-                    "because of a torch.nn.utils.weight_norm usage, see "
-                    "https://github.com/pytorch/pytorch/pull/103001"
-                )
-            )
-        if isinstance(self, torch.nn.Parameter):
-            # As torch's own: without attributes and gradient.
-            with torch.no_grad():
-                found = torch.nn.Parameter(self.data.clone(), self.requires_grad)
-            memo[id(self)] = found
-            return found
-        twin = self._copied_with_its_memory(memo)
-        if self.requires_grad:
-            twin.requires_grad_()
-        memo[id(self)] = twin
-        for name, value in own_attributes(self):
-            setattr(twin, name, copy.deepcopy(value, memo))
-        if self.grad is not None:
-            twin.grad = copy.deepcopy(self.grad, memo)
-        return twin
-
-    def _copied_with_its_memory(self, memo: dict[int, object]) -> torch.Tensor:
-        """Return a copy that shares its memory with the other copies of one `deepcopy`, as the tensors do."""
-        storage, spec = self._handle.storage, self._handle.spec
-        with torch.no_grad():
-            if spec.bits or not spec.extent:
-                return self.clone()
-            whole = memo.get(id(storage))
-            if whole is None:
-                memo[id(storage)] = whole = self._stretched(nbytes(storage)).clone()
-                # It keeps its id as long as the memo.
-                memo[id(whole)] = storage
-            assert isinstance(whole, DistributedTensor)
-            typed = whole if whole.dtype == self.dtype else whole.view(self.dtype)
-            view = typed.as_strided(spec.size, spec.stride, spec.offset)
-            assert isinstance(view, DistributedTensor)
-            # It is a tensor of its own, and no view to autograd.
-            plain: DistributedTensor = wrap(DistributedTensor, view._handle)
-            return plain if type(self) is DistributedTensor else plain.as_subclass(type(self))
-
     def _stretched(self, size: int) -> torch.Tensor:
         """Return so many bytes of the memory, from its begin, as elements in a row. Return at once."""
         with torch.no_grad():
@@ -338,16 +279,6 @@ class DistributedTensor(torch.Tensor):
             if plain.is_neg():
                 plain = torch._neg_view(plain)
             return plain.as_strided((size // plain.element_size(),), (1,), 0)
-
-    def __copy__(self) -> torch.Tensor:
-        twin: torch.Tensor
-        if isinstance(self, torch.nn.Parameter):
-            twin = torch.nn.Parameter(self.data, self.requires_grad)
-        else:
-            twin = self.detach().requires_grad_(self.requires_grad)
-        for name, value in own_attributes(self):
-            setattr(twin, name, value)
-        return twin
 
     @without_our_frames
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:

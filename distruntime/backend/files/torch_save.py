@@ -23,9 +23,10 @@ from ...errors import NotSupportedError, without_our_frames
 from ...log.handle import Residence
 from ...log.storage import Storage
 from ...session.session import active
+from ...tensors.copying import own_attributes
 from ...tensors.fetch import Kind, fetch
 from ...tensors.remote_storage import RemoteStorage, nbytes
-from ...tensors.tensor import DistributedTensor, own_attributes, saving
+from ...tensors.tensor import DistributedTensor, saving
 
 
 class _Save(Protocol):

@@ -16,6 +16,7 @@ from ..log.spec import Spec, spec
 from ..operators.proxies import wrap
 from ..operators.transfer import download, ready
 from ..python.weights import Mesh
+from ..session.fetching import ask_value
 from ..session.requests import Request
 from ..session.session import Session
 from ..session.stalls import before_wait, note_wait
@@ -205,7 +206,7 @@ class Reading:
                 reports.append(report)
                 read.update(made)
         asked: list[Request[object]] = [
-            self._session.fetch(r.place.worker, r.ref, ready(r), "item", {}) for r in reports
+            ask_value(self._session, r.place.worker, r.ref, ready(r), "item", {}) for r in reports
         ]
         sizes = [
             sum(self._reads[key].spec.nbytes for key in keys)

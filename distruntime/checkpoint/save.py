@@ -25,6 +25,7 @@ from ..log.shards import member_of
 from ..log.spec import NO_TENSOR, Spec, spec_of
 from ..operators.proxies import wrap
 from ..operators.transfer import ready, upload
+from ..session.fetching import ask_value
 from ..session.session import Session, active_session, session_of_log
 from ..session.stalls import before_wait, note_wait
 from ..tensors.tensor import DistributedTensor
@@ -132,7 +133,10 @@ def _start_writing(
         ]
     writes = [
         FileWrite(
-            node, plan.file(save_id, node), session.fetch(node, report.ref, ready(report), "item", {}), report
+            node,
+            plan.file(save_id, node),
+            ask_value(session, node, report.ref, ready(report), "item", {}),
+            report,
         )
         for (node, plan), report in zip(plans, reports)
     ]

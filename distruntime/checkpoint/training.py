@@ -14,6 +14,7 @@ from ..backend.random import get_rng_state, set_rng_state
 from ..cluster.workers import restart
 from ..errors import ConnectionFailed, DistruntimeError, NodeFailed, UsageError, without_our_frames
 from ..log.handle import Place
+from ..session.fetching import drain
 from ..session.session import Session, active_session
 from .load import find_newest
 from .phases import Saving
@@ -140,7 +141,7 @@ def _start_again(session: Session, attempt: int, attempts: int) -> None:
     for index, node in enumerate(list(session.nodes)):
         if node.failed is None:
             try:
-                session.drain(node)
+                drain(session, node)
             except DistruntimeError as error:
                 log.info("%s: left from the attempt before: %s", node, _first_sentence(error))
             # They belong to the attempt that has ended, and the next one does not want them.

@@ -12,6 +12,7 @@ from ..log.handle import Place
 from ..log.node import Node
 from ..session.holders import Holder, held, held_by_layer
 from ..session.session import Session, active_session
+from ..session.spelling import living
 from ..session.tables import Rows, table_html, table_text
 from ..wire.deadlines import ASK
 from ..wire.messages import Activity, AskActivity
@@ -141,7 +142,7 @@ def memory(node: int | None = None, *, top: int = 10, by: By = "line") -> Memory
     if by not in get_args(By):
         raise UsageError(f'got by={by!r}, expected "line", "module" or "session"')
     session = active_session()
-    asked = session.living(node)
+    asked = living(session, node)
     infos = [node_info(session, n) for n in asked]
     hollow = frozenset[tuple[int, ...]]().union(*(session.poisoned(n) for n in asked))
     lines, values = held(asked, poisoned=hollow)

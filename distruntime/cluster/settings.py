@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from ..errors import ConfigurationError, ProtocolError, without_our_frames
 from ..log.node import Node
 from ..session.session import active_session
+from ..session.spelling import living
 from ..session.tables import table_html, table_text
 from ..tensors.worker_functions import issue_function, read_function
 
@@ -117,7 +118,7 @@ def config(
     }
     _check(wanted)
     session = active_session()
-    there = session.living(node)
+    there = living(session, node)
     if not wanted:
         return NodeSettings({n.index: _settings(n) for n in there})
     # Two threads that set something at a time come to every node in one order.

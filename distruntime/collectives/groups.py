@@ -6,6 +6,7 @@ bytes, never pass through here.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import count
 from weakref import WeakValueDictionary
@@ -169,7 +170,15 @@ class Groups:
                 nodes, limit = group.nodes, float(min(group.timeout, 1e9))
                 message = OpenGroup(number, group.number, group.backend, factory, nodes, members, limit)
                 session.post(node, message)
-            session.results(requests, MEET.get())
+            # It is waited for quietly: a group that is half joined must not end for a warning.
+            session.requests.wait(
+                lambda: (
+                    all(r.done for r in requests) or any(r.done and (r.cause or r.lost) for r in requests)
+                ),
+                session.receiver.read,
+                time.monotonic() + MEET.get(),
+                requests[0].node,
+            )
             # A member that says why not, or is lost, comes first: the others only wait for it.
             for request in sorted(requests, key=lambda r: r.cause is None and r.lost is None):
                 known = "" if request.done else self.meeting.addresses(request.node, group.own)

@@ -26,6 +26,7 @@ from ..programs.layout import memories_of
 from ..programs.recorder import record, taping
 from ..programs.recording import Name, Recording
 from ..session.ending import outliving
+from ..session.fetching import drain_checks
 from ..session.session import Session, active_session
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, MADE
@@ -145,7 +146,7 @@ class Graph:
 
     def _record(self, args: list[object], kind: Hashable, session: Session) -> Results:
         """Run it operator by operator, and keep what it has issued, if a later call may issue that again."""
-        session.drain_checks()
+        drain_checks(session)
         args = as_proxies(args)
         # The arguments themselves are let go of while it runs.
         given = _given(args)

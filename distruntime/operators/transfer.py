@@ -21,16 +21,18 @@ from ..log.issue import issue, issue_bytes, issue_shared
 from ..log.line import user_line
 from ..log.log import relieve
 from ..log.mesh_log import MeshLog
+from ..log.node import Node
 from ..log.shards import member_of, mesh_of
 from ..log.spec import Spec, spec_of
 from ..log.storage import HeldStorage, Storage, require_writable
 from ..log.tape import not_in_a_program, recorded
+from ..session.fetching import ask_value
 from ..session.requests import Request
-from ..session.session import session_of_log
+from ..session.session import Session, session_of_log
 from ..session.stalls import before_wait, note_wait
 from ..wire.codec import Buffer, bytes_tensor, dtype_name, tensor_bytes, unpack_constant
 from ..wire.descriptors import are_out, used_up
-from ..wire.link import LARGE
+from ..wire.link import LARGE, Delivery
 from ..wire.messages import HOST, UPLOAD, Plain
 from ..wire.shared import LEAST, Loan
 from .signatures import count_writes
@@ -133,8 +135,24 @@ def _send(
                 sent = None
         # The bytes come first: the window opens when the worker has them and has run the upload.
         if sent is not None:
-            session.settle(place.worker, sent)
+            _settle(session, place.worker, sent)
         relieve(node, why)
+
+
+def _settle(session: Session, node: Node, sent: Delivery) -> None:
+    """Block until the memory of a message may be written again.
+
+    The message has arrived then, or has been copied because of Ctrl-C or a cut.
+    """
+    # Another thread may be the reader, and need the lock to go on.
+    if session.inside():
+        sent.copy_frames()
+        return
+    try:
+        session.requests.wait(lambda: sent.done or node.failed is not None, session.receiver.read, None, node)
+    except BaseException:
+        sent.copy_frames()
+        raise
 
 
 def upload_small(target: Any, source: object, non_blocking: bool = False) -> bool:
@@ -277,7 +295,7 @@ def request(handle: Handle, form: str, options: dict[str, Plain] | None = None) 
         handle = _on_host(handle)
     after = ready(handle)
     if form != "tensor" or nbytes <= PART_BYTES:
-        return session.fetch(node, handle.ref, after, form, options or {})
+        return ask_value(session, node, handle.ref, after, form, options or {})
     loan = session.shared.take(nbytes)
     shared: dict[str, Plain] = {"shared": loan.name} if loan is not None and node.shared else {}
     # Fresh pages come as the parts do. A bytearray of 1.6 GB would be zeroed first, and nothing else would
@@ -286,7 +304,7 @@ def request(handle: Handle, form: str, options: dict[str, Plain] | None = None) 
         room = loan if loan is not None else mmap.mmap(-1, nbytes)
     except OSError as error:
         raise _no_room(nbytes, node.index, error) from error
-    return session.fetch(node, handle.ref, after, form, shared, room)
+    return ask_value(session, node, handle.ref, after, form, shared, room)
 
 
 def _no_room(nbytes: int, node: int, error: OSError) -> MemoryError:

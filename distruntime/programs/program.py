@@ -16,6 +16,7 @@ from ..log.handle import next_ref
 from ..log.line import line_text, user_line
 from ..log.tape import recorded
 from ..session.ending import outliving
+from ..session.fetching import drain_checks
 from ..session.session import active_session
 from .attempt import Attempt
 from .begins import Placed, begins_of
@@ -192,7 +193,7 @@ class Program(Generic[P, R]):
         why = anew.why_of(leaves)
         self.recordings += 1
         self.why = "it was the first call of its kind" if first else why
-        active_session().drain_checks()
+        drain_checks(active_session())
         handlers.begin()
         attempt = Attempt(self._name, self._fn, args, kwargs, leaves)
         found = attempt.call(first, lenient, handlers)

@@ -19,6 +19,7 @@ from ..log.handle import Residence
 from ..operators.proxies import wrap
 from ..operators.transfer import upload
 from ..session.session import active_session, session_of_log
+from ..session.spelling import living
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
 from .callee import before_code
@@ -80,7 +81,7 @@ def ship(what: str | os.PathLike[str] | ModuleType, *, node: int | None = None) 
     if _equip not in before_code:
         before_code.append(_equip)
     try:
-        for one in session.living(node):
+        for one in living(session, node):
             _equip(host(one.index))
     except BaseException:
         # Code that does not need it runs all the same. A worker that has it keeps it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import lru_cache
 
 import torch
@@ -120,10 +120,14 @@ def _holders(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]]) ->
     return lines
 
 
-def remote_error(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]] = ()) -> RemoteError:
+def remote_error(
+    node: Node, cause: Cause, poisoned: Callable[[], Collection[tuple[int, ...]]] = tuple
+) -> RemoteError:
     """Return the exception for a failure; raise it where the call stands, so that no local keeps it.
 
-    `poisoned` is what holds nothing, for who asked: an error about memory then does not name them as holders.
+    `poisoned` returns what holds nothing. It is asked for an error about memory, which does not name these as
+    holders: who holds memory is told from what this process believes to be there, and after a failure much of
+    that is not.
     """
     failure, node = cause.failure, node if cause.where is None else node.session.nodes[cause.where]
     known = failure.kind in _KNOWN
@@ -140,7 +144,7 @@ def remote_error(node: Node, cause: Cause, poisoned: Collection[tuple[int, ...]]
     if failure.kind == "torch.AcceleratorError" and " is lost: " in failure.text:
         lines.append(f"  dr.restart({node.index}, force=True) starts this worker anew")
     if out_of_memory(failure):
-        lines += _holders(node, cause, poisoned)
+        lines += _holders(node, cause, poisoned())
     error = _class(failure.kind)("\n".join(lines))
     # An ordinary operator's failure has none: it would show torch's frames and ours.
     if failure.traceback:

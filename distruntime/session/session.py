@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from ..errors import DistruntimeError, ProtocolError, SessionClosed, UsageError
-from ..log.failure_log import Cause, WorkerWarnings
-from ..log.line import user_line
+from ..log.failure_log import WorkerWarnings
 from ..log.log import Log
 from ..log.mesh_log import MeshLog
 from ..log.node import Absence, Node
@@ -23,12 +21,12 @@ from ..wire.channel import Channel, PeerGone
 from ..wire.codec import encode
 from ..wire.deadlines import ASK, CONNECT, DETACH, SHUTDOWN
 from ..wire.link import Delivery
-from ..wire.messages import AskMaster, AskMemory, AskStatus, Fetch, Message, Plain, Question, Status
+from ..wire.messages import AskMaster, AskMemory, AskStatus, Message, Question, Status
 from ..wire.shared import Challenge, Loan, SharedPool
 from ..wire.shield import RLock, shield
 from ..wire.strangers import Tally
 from .ending import Ending
-from .failures import out_of_memory, remote_error
+from .failures import remote_error
 from .holders import lost_lines
 from .launched import LaunchedWorkers
 from .launcher import Routes
@@ -44,19 +42,6 @@ R = TypeVar("R")
 
 # A finalizer inside a log's own code waits at most so many seconds for a value.
 _INSIDE = 5.0
-
-
-class Signals(Protocol):
-    """Who waits for a signal of another worker, as it is noted a file up: see `meeting.Meeting`."""
-
-    # It is True once the workers know each other.
-    done: bool
-
-    def remember(self, number: int, here: Node, there: Node, position: int, log: Log) -> None:
-        """Note that `here` waits at a position of `log` for a signal of `there`."""
-
-    def has_route(self, here: Node, there: Node) -> bool:
-        """Whether one worker reaches another."""
 
 
 class Session:
@@ -106,7 +91,7 @@ class Session:
         # These are the Groups of its workers, a layer up.
         self.groups: object = None
         # This is the Meeting, which says how the workers have come to know each other.
-        self.meeting: Signals | None = None
+        self.meeting: object = None
         # It says where workers dial each other, if not all of them reach each other directly.
         self.routes: Routes | None = None
         # It is True if workers wait for each other. Then what has gathered for one may be what another waits
@@ -135,11 +120,8 @@ class Session:
     def start(self) -> None:
         """Number the places known at start, in the order of the nodes, and begin to pump."""
         for node in self.nodes:
-            self._set_up(node)
+            self.places.enter(node)
         self.pump.start()
-
-    def _set_up(self, node: Node) -> None:
-        self.places.enter(node)
 
     @property
     def logs(self) -> Sequence[Log]:
@@ -151,58 +133,18 @@ class Session:
         self.places.forget(self.nodes[node.index])
         self.places.leave(self.nodes[node.index])
         self.nodes[node.index] = node
-        self._set_up(node)
+        self.places.enter(node)
         for callback in self.on_return:
             callback(node)
 
     def join(self, node: Node) -> None:
         """Let a worker be one node more."""
         self.nodes.append(node)
-        self._set_up(node)
+        self.places.enter(node)
         for callback in self.on_return:
             callback(node)
 
     # -- requests ------------------------------------------------------------------------------------------
-
-    def fetch(
-        self,
-        node: Node,
-        ref: int,
-        after: list[int],
-        form: str,
-        options: dict[str, Plain],
-        buffer: Loan | mmap.mmap | None = None,
-    ) -> Request[R]:
-        """Ask for a value, of the type that `form` brings. Return at once.
-
-        Everything up to the positions in `after`, [stream, position, ...], is on its way then.
-
-        `buffer` is where the parts of a large reply are put together.
-        """
-        self.require_open()
-        node.require_alive()
-        request: Request[R] = self.requests.new(node, form)
-        posting = False
-        try:
-            request.buffer = buffer
-            with node.lock:
-                last = max(after[1::2])
-                if last > node.base:
-                    node.flush(last)
-                    if last > node.base and any(log.flushing for log in self.logs):
-                        raise DistruntimeError(
-                            "a finalizer or a signal handler that runs inside the log's own sending cannot "
-                            "wait for what is still to be sent: let it note what it wants, and read later"
-                        )
-                message = Fetch(request.number, ref, after, form, options)
-                posting = True
-                self.post(node, message)
-        except BaseException:
-            # Nobody waits for it. But shared memory is the worker's to write once it may have been asked.
-            if not (posting and isinstance(buffer, Loan)):
-                self.requests.discard(request)
-            raise
-        return request
 
     def ask(
         self,
@@ -259,7 +201,7 @@ class Session:
             for node in self.logs:
                 if node.words:
                     node.flush()
-        inside = self._inside()
+        inside = self.inside()
         # Another thread may be the reader, and need the lock to go on.
         if inside:
             deadline = min(deadline or math.inf, time.monotonic() + _INSIDE)
@@ -285,22 +227,13 @@ class Session:
 
     def show_warnings(self) -> None:
         """Show what workers have warned of; raise it if the user's filters say so."""
-        if not self._inside():
+        if not self.inside():
             self.warnings.show()
 
-    def _inside(self) -> bool:
+    def inside(self) -> bool:
         """Whether this is a finalizer inside a log's own code: nothing else waits with the lock."""
         owned: bool = self.lock._is_owned()  # type: ignore[attr-defined]
         return owned
-
-    def results(self, requests: Sequence[Request[object]], timeout: float) -> None:
-        """Block until all replies are here, or one that says why not, or the timeout (seconds) is past."""
-
-        def enough() -> bool:
-            return all(r.done for r in requests) or any(r.done and (r.cause or r.lost) for r in requests)
-
-        # It is waited for quietly: a group that is half joined must not end for a warning.
-        self.requests.wait(enough, self.receiver.read, time.monotonic() + timeout, requests[0].node)
 
     def value(self, request: Request[R], *, quietly: bool = False) -> R:
         """Block for the reply and return its value, as `result` does; raise the failure that it brings."""
@@ -312,7 +245,7 @@ class Session:
     def raise_for(self, request: Request[object]) -> None:
         """Raise what an answered request failed with, if it failed."""
         if request.cause is not None:
-            raise remote_error(request.node, request.cause, self._poisoned_if(request.cause, request.node))
+            raise remote_error(request.node, request.cause, lambda: self.poisoned(request.node))
         if request.lost is not None:
             if self.closed:
                 raise SessionClosed(f"the session was shut down while a value was on its way ({self.closed})")
@@ -324,7 +257,7 @@ class Session:
         `why` is how `dr.profiler.stalls` names the wait.
         """
         # A few words more than the window are better than a thread that waits with the lock.
-        if self._inside():
+        if self.inside():
             return
         for other in self.logs:
             other.flush()
@@ -341,71 +274,6 @@ class Session:
         finally:
             note_wait(why, started)
 
-    def synchronize(self, node: Node, timeout: float | None = None) -> bool:
-        """Block until a worker has run everything issued so far; raise its first unread failure.
-
-        Return False past the timeout (seconds).
-        """
-        drained = self.drain(node, timeout)
-        for callback in self.on_synchronize:
-            callback()
-        if not drained:
-            return False
-        self.raise_unread(node)
-        return True
-
-    def drain(self, node: Node, timeout: float | None = None) -> bool:
-        """Block until a worker has run everything issued so far. Return False past the timeout (seconds)."""
-        timeout = checked(timeout)
-        request = self.until_run(node)
-        if not self.result(request, timeout):
-            self.requests.discard(request)
-            return False
-        self.raise_for(request)
-        return True
-
-    def drain_checks(self) -> None:
-        """Block until workers have confirmed what new operators return, or have corrected it."""
-        for node in self.nodes:
-            if node.failed is None and node.checks.waiting:
-                self.drain(node)
-
-    def until_run(self, node: Node) -> Request[None]:
-        """Ask a worker to answer when it has run everything issued so far. Return at once."""
-        node.require_alive()
-        with node.lock:
-            node.follow_meshes(user_line())
-            node.flush()
-            target = node.base
-        request: Request[None] = self.requests.new(node, "done")
-        try:
-            self.post(node, Fetch(request.number, 0, [0, target], "done", {}))
-        except BaseException:
-            self.requests.discard(request)
-            raise
-        return request
-
-    def raise_unread(self, node: Node) -> None:
-        """Raise the first failure on `node` that nobody has read.
-
-        Later ones depend on it, or come next time.
-        """
-        if node.failure_log.unread:
-            key = next(iter(node.failure_log.unread))
-            more = len(node.failure_log.unread) - 1
-            cause = node.failure_log.unread[key]
-            node.failure_log.unread.clear()
-            if more:
-                log.warning(
-                    "%s: besides the operation whose error is raised now, %s%d other%s failed; each of their "
-                    "results raises its own cause",
-                    node,
-                    "at least " if more >= 999 else "",
-                    more,
-                    "s" if more > 1 else "",
-                )
-            raise remote_error(node, cause, self._poisoned_if(cause, node))
-
     def poisoned(self, node: Node) -> frozenset[tuple[int, ...]]:
         """Return what is poisoned on a worker: (node, ref), or (node, ref, k) for a mesh's k-th member there.
 
@@ -420,11 +288,6 @@ class Session:
         refs = held.poisoned if held is not None else []
         return frozenset((node.index, *(ref if isinstance(ref, tuple) else [ref])) for ref in refs)
 
-    def _poisoned_if(self, cause: Cause, node: Node) -> frozenset[tuple[int, ...]]:
-        # Who holds memory is told from what this process believes to be there, and after a failure much of
-        # that is not.
-        return self.poisoned(node) if out_of_memory(cause.failure) else frozenset()
-
     def post(self, node: Node, message: Message | Question[object]) -> Delivery:
         """Send one message without payload to a worker; while it cannot be reached, the message waits."""
         return self.channel.send(node.link, [encode(message)])
@@ -433,21 +296,6 @@ class Session:
         """Send one message to whoever is at the other end of a connection, who may be gone."""
         with suppress(PeerGone):
             self.channel.send(peer, [encode(message)])
-
-    def settle(self, node: Node, sent: Delivery) -> None:
-        """Block until the memory of a message may be written again.
-
-        The message has arrived then, or has been copied because of Ctrl-C or a cut.
-        """
-        # Another thread may be the reader, and need the lock to go on.
-        if self._inside():
-            sent.copy_frames()
-            return
-        try:
-            self.requests.wait(lambda: sent.done or node.failed is not None, self.receiver.read, None, node)
-        except BaseException:
-            sent.copy_frames()
-            raise
 
     def cut(self, node: Node, why: str) -> None:
         """Note that a worker's connection is no more.
@@ -489,17 +337,6 @@ class Session:
                 if not quietly and not self.ending.told:
                     self.connector.lost(node)
 
-    def living(self, node: int | None) -> list[Node]:
-        """Return the node of that number, or all that are not lost.
-
-        Raise `PlacementError` if there is no such node, and `NodeFailed` if it is lost.
-        """
-        if node is None:
-            return [n for n in self.nodes if n.failed is None]
-        self.places.devices(node)
-        self.nodes[node].require_alive()
-        return [self.nodes[node]]
-
     # -- the end -------------------------------------------------------------------------------------------
 
     def require_open(self) -> None:
@@ -512,14 +349,13 @@ class Session:
                 "remote tensors belong to the process that made them; this is a forked child of it. "
                 "Fetch before you fork (dr.fetch), or call init_master_worker in the child"
             )
-        if self.closed is not None:
-            another = bool(active) and active[0] is not self
-            then = (
-                "Make them again in the session that is open"
-                if another
-                else "Call init_master_worker for a new one"
-            )
-            raise SessionClosed(f"this session has ended ({self.closed}); its tensors are gone. {then}")
+        another = bool(active) and active[0] is not self
+        then = (
+            "Make them again in the session that is open"
+            if another
+            else "Call init_master_worker for a new one"
+        )
+        raise SessionClosed(f"this session has ended ({self.closed}); its tensors are gone. {then}")
 
     @property
     def foreign(self) -> bool:

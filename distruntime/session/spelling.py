@@ -18,6 +18,7 @@ import torch
 from ..errors import PlacementError, UsageError, of_caller, without_our_frames
 from ..log.current import ACCELERATOR, DeviceLike, device_context, device_name, node_context
 from ..log.handle import REMOTE_TYPES, Place, Residence
+from ..log.node import Node
 from .places import Places
 from .session import Session, active, active_session
 
@@ -105,6 +106,18 @@ def on_node(
     if like in have:
         return places.place(node, like)
     return places.place(node, otherwise or _first(have))
+
+
+def living(session: Session, node: int | None) -> list[Node]:
+    """Return the node of a number, or all that are not lost.
+
+    Raise `PlacementError` if there is no such node, and `NodeFailed` if it is lost.
+    """
+    if node is None:
+        return [n for n in session.nodes if n.failed is None]
+    session.places.devices(node)
+    session.nodes[node].require_alive()
+    return [session.nodes[node]]
 
 
 def homes_of(

@@ -17,6 +17,7 @@ from ..log.log import CallPart, Log
 from ..log.mesh_log import workers_of
 from ..log.node import Node
 from ..session.session import active_session, session_of_log
+from ..session.spelling import living
 from ..wire.messages import Cancel
 
 
@@ -51,7 +52,7 @@ def cancel(node: object = None) -> None:
         return
     session = active_session()
     with session.lock:
-        nodes = session.living(node)
+        nodes = living(session, node)
         meshes = [mesh for mesh in session.meshes if not set(mesh.workers()).isdisjoint(nodes)]
         for log in (*meshes, *nodes):
             drop(log, range(1 if log.order is None else log.order.count))

@@ -20,6 +20,8 @@ from ..log.spec import spec
 from ..operators.proxies import wrap
 from ..operators.signatures import template
 from ..operators.transfer import item
+from ..session.fetching import ask_value, raise_unread
+from ..session.meeting import Meeting
 from ..session.requests import Request
 from ..session.session import session_of_log
 from ..session.stalls import note_wait
@@ -64,7 +66,7 @@ class Point:
         if log is not worker:
             log.flush()
         after = [log.stream_on_wire(self.stream.number), self.position]
-        return session_of_log(worker).fetch(worker, 0, after, "passed", {"quiet": True} if quiet else {})
+        return ask_value(session_of_log(worker), worker, 0, after, "passed", {"quiet": True} if quiet else {})
 
     def synchronize(self, timeout: float | None) -> None:
         """Block until the stream has got there; raise the node's first failure that nobody has read.
@@ -92,7 +94,7 @@ class Point:
             session.raise_for(request)
             request.node.file_early(request.value or [])
         for request in requests:
-            session.raise_unread(request.node)
+            raise_unread(session, request.node)
 
     def when_done(self, then: Callable[[Request[object]], None]) -> None:
         """Call `then` when the stream has got there, in whichever thread hears of it. Return at once."""
@@ -183,7 +185,7 @@ def make_wait(stream: Queue, point: Point | None, timeout: float | None, line: L
 def _have_signalled(point: Point, there: Node, here: Node, number: int) -> None:
     """Have one worker tell another when an event has come."""
     meeting = session_of_log(here).meeting
-    if meeting is not None and meeting.done and meeting.has_route(there, here):
+    if isinstance(meeting, Meeting) and meeting.done and meeting.has_route(there, here):
         log = point.stream.residence.node
         meeting.remember(number, here, there, point.position, log)
         stream = log.stream_on_wire(point.stream.number)

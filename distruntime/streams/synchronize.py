@@ -6,6 +6,7 @@ from ..errors import WaitTimeout, without_our_frames
 from ..log.current import DeviceLike
 from ..log.handle import Residence
 from ..log.line import line_text, user_line
+from ..session.fetching import synchronize_node
 from ..session.session import active_session
 from ..session.spelling import home_of_stream
 from ..session.timeouts import checked, deadline_in, left_until
@@ -33,7 +34,7 @@ def synchronize(
             continue
         if node is None or candidate.index == node:
             left = left_until(deadline)
-            if not session.synchronize(candidate, left):
+            if not synchronize_node(session, candidate, left):
                 raise WaitTimeout(
                     f"{candidate} has not run everything within {timeout:g} s\n"
                     f"  waited for at {line_text(user_line())}\n"

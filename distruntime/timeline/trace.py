@@ -17,8 +17,10 @@ from ..log.line import line_text, user_line
 from ..log.log import Log
 from ..log.mesh_log import MeshLog
 from ..log.node import Node
+from ..session.fetching import until_run
 from ..session.screen import voice
 from ..session.session import Session, active_session
+from ..session.spelling import living
 from ..session.timeouts import left_until
 from ..wire.deadlines import LOOK, TRACE
 from ..wire.units import printable
@@ -205,7 +207,7 @@ class _Running:
         for log in session.logs:
             log.flush()
         self._recording.note_flights()
-        self._told = session.living(None)
+        self._told = living(session, None)
         self._missing = parts.begin(session, self._told, self._most, LOOK.get())
         for node in self._told:
             if node not in self._missing:
@@ -256,7 +258,7 @@ class _Running:
             return late
         for node in self._noting:
             try:
-                asked.append((node, session.until_run(node)))
+                asked.append((node, until_run(session, node)))
             except DistruntimeError:
                 # What became of it is said when its part is to be taken.
                 continue

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import distruntime as dr
 from agree import REMOTE
+from distruntime.session.fetching import synchronize_node
 from processes import until
 
 
@@ -185,7 +186,7 @@ def test_a_draw_waits_for_room_before_it_takes_the_lock(
     generator, node = torch.Generator(device="remote:0"), session.nodes[0]
     x = torch.zeros(2, device="remote:0").uniform_(generator=generator)
     # What the worker acknowledges ends that the node is busy: nothing is left for it to acknowledge.
-    session.synchronize(node)
+    synchronize_node(session, node)
     until(lambda: not node.flights)
     waited: list[bool] = []
 

@@ -192,7 +192,7 @@ def init_master_worker(
         opened.groups.channels.require_choice()
         taken = take_over(opened, as_cuda) + "\n" if as_cuda else ""
     except BaseException:
-        opened.shutdown(raise_unread=False)
+        opened.ending.shut_down(raise_unread=False)
         raise
     say = options.say
     say(nodes_table(opened) + "\n")
@@ -284,7 +284,7 @@ def shutdown(timeout: float | None = None) -> None:
     What is in flight gets `timeout` seconds (10) to finish.
     """
     if active:
-        active[0].shutdown(timeout=timeout)
+        active[0].ending.shut_down(timeout=timeout)
 
 
 def is_initialized() -> bool:
@@ -298,12 +298,12 @@ def _at_exit() -> None:
             continue
         # A session that has a name is to stay: shutdown() ends it.
         if session.lasting:
-            session.detach()
+            session.ending.leave()
             continue
         # Python has printed the error that ended the program, and what follows from it helps nobody.
         ended_well = not hasattr(sys, "last_value")
         try:
-            session.shutdown(raise_unread=ended_well)
+            session.ending.shut_down(raise_unread=ended_well)
         # It may be of any kind: the operator's own. Nobody can catch what is raised here.
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
@@ -323,7 +323,7 @@ def detach(timeout: float | None = None) -> None:
         UsageError: the session has no name, so nobody could come back to it. WaitTimeout: a worker could not
             be reached in time; the session is left all the same, without what had not arrived there.
     """
-    active_session().detach(timeout)
+    active_session().ending.leave(timeout)
 
 
 __all__ = ["detach", "init_master_worker", "is_initialized", "shutdown"]

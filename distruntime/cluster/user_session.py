@@ -57,7 +57,7 @@ class Session:
     @without_our_frames
     def detach(self, timeout: float | None = None) -> None:
         """Leave a named session; its workers keep its values: see `dr.detach`."""
-        self._session.detach(timeout)
+        self._session.ending.leave(timeout)
 
     @without_our_frames
     def shutdown(self, *, raise_unread: bool = True, timeout: float | None = None) -> None:
@@ -67,7 +67,7 @@ class Session:
         nobody has read, after everything is closed. Block for `timeout` and 5 s at most, and beyond that for
         a checkpoint whose workers can be reached. Ctrl-C ends that, too.
         """
-        self._session.shutdown(raise_unread=raise_unread, timeout=timeout)
+        self._session.ending.shut_down(raise_unread=raise_unread, timeout=timeout)
 
     def __repr__(self) -> str:
         # It asks no worker, as a debugger may call it at any time.

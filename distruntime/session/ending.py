@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, final
 from weakref import WeakSet
 
-from ..errors import WaitTimeout
-from ..log.failure_log import Cause
+from ..errors import UsageError, WaitTimeout
+from ..log.failure_log import Cause, WorkerWarnings
 from ..log.log import Log
 from ..log.node import Node
 from ..wire.channel import Channel
+from ..wire.deadlines import DETACH, SHUTDOWN
 from ..wire.link import Delivery
 from ..wire.messages import Detach, Goodbye, Message
 from ..wire.shared import SharedPool
@@ -23,7 +24,7 @@ from .launched import LaunchedWorkers
 from .places import Places
 from .receiver import Pump, Receiver
 from .requests import Requests
-from .timeouts import deadline_in
+from .timeouts import checked, deadline_in
 
 log = logging.getLogger("distruntime")
 
@@ -64,7 +65,12 @@ class Owner(Protocol):
     requests: Requests
     shared: SharedPool
     strangers: Tally
+    warnings: WorkerWarnings
     workers: LaunchedWorkers
+
+    @property
+    def foreign(self) -> bool:
+        """Whether this is a forked child of the process that owns the session."""
 
     @property
     def logs(self) -> Sequence[Log]:
@@ -72,6 +78,9 @@ class Owner(Protocol):
 
     def post(self, node: Node, message: Message) -> Delivery:
         """Send one message to a worker; while it cannot be reached, the message waits."""
+
+    def require_open(self) -> None:
+        """Raise `SessionClosed` if the session has ended."""
 
 
 @final
@@ -91,8 +100,23 @@ class Ending:
         # The session calls these when it is over, and not only left by this process.
         self.on_end: list[Callable[[], None]] = []
 
-    def shut_down(self, limit: float | None, raise_unread: bool) -> None:
-        """See `Session.shutdown`."""
+    def shut_down(self, *, raise_unread: bool = True, timeout: float | None = None) -> None:
+        """End the session: what is in flight may take `timeout` seconds (10), then workers drop their values.
+
+        Raise the first failure that nobody has read, after everything is closed. Block for `timeout` and 5 s
+        at most, and beyond that for a checkpoint whose workers can be reached. Ctrl-C ends that, too.
+        """
+        session = self._session
+        limit = SHUTDOWN.get() if timeout is None else checked(timeout)
+        if session.closed is None and not session.foreign:
+            try:
+                session.requests.output.end()
+                self._shut_down(limit, raise_unread)
+            finally:
+                session.requests.output.show(patient=True)
+                session.warnings.show()
+
+    def _shut_down(self, limit: float | None, raise_unread: bool) -> None:
         session = self._session
         unread: list[tuple[Node, Cause]] = []
         try:
@@ -123,9 +147,16 @@ class Ending:
         if unread:
             raise remote_error(*unread[0])
 
-    def leave(self, limit: float | None) -> None:
-        """See `Session.detach`."""
+    def leave(self, timeout: float | None = None) -> None:
+        """Leave the session to its workers: see `dr.detach`. Block as `shut_down` does."""
         session = self._session
+        limit = DETACH.get() if timeout is None else checked(timeout)
+        session.require_open()
+        if not session.lasting:
+            raise UsageError(
+                "this session has no name, so nobody could come back to it: name it, "
+                "init_master_worker(session=...), or end it with shutdown()"
+            )
         late: list[Node] = []
         try:
             deadline = self._prepare(limit)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from itertools import count
 from typing import Concatenate, ParamSpec, TypeVar
 
-from ..errors import DistruntimeError, ProtocolError, SessionClosed, UsageError
+from ..errors import DistruntimeError, ProtocolError, SessionClosed
 from ..log.failure_log import WorkerWarnings
 from ..log.log import Log
 from ..log.mesh_log import MeshLog
@@ -19,7 +19,7 @@ from ..log.node import Absence, Node
 from ..log.tape import not_in_a_program, recorded
 from ..wire.channel import Channel, PeerGone
 from ..wire.codec import encode
-from ..wire.deadlines import ASK, CONNECT, DETACH, SHUTDOWN
+from ..wire.deadlines import ASK, CONNECT
 from ..wire.link import Delivery
 from ..wire.messages import AskMaster, AskMemory, AskStatus, Message, Question, Status
 from ..wire.shared import Challenge, Loan, SharedPool
@@ -34,7 +34,7 @@ from .places import Places
 from .receiver import Connector, Pump, Receiver
 from .requests import Request, Requests
 from .stalls import note_wait
-from .timeouts import checked, deadline_in
+from .timeouts import deadline_in
 
 log = logging.getLogger("distruntime")
 P = ParamSpec("P")
@@ -113,7 +113,7 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.shutdown(raise_unread=kind is None)
+        self.ending.shut_down(raise_unread=kind is None)
 
     # -- the start -----------------------------------------------------------------------------------------
 
@@ -366,32 +366,6 @@ class Session:
         """In a forked child: forget the session without touching what it shares with the parent."""
         self.closed = "it belongs to the parent process"
         self.places.forget()
-
-    def shutdown(self, *, raise_unread: bool = True, timeout: float | None = None) -> None:
-        """End the session: what is in flight may take `timeout` seconds (10), then workers drop their values.
-
-        Raise the first failure that nobody has read, after everything is closed. Block for `timeout` and 5 s
-        at most, and beyond that for a checkpoint whose workers can be reached. Ctrl-C ends that, too.
-        """
-        limit = SHUTDOWN.get() if timeout is None else checked(timeout)
-        if self.closed is None and not self.foreign:
-            try:
-                self.requests.output.end()
-                self.ending.shut_down(limit, raise_unread)
-            finally:
-                self.requests.output.show(patient=True)
-                self.warnings.show()
-
-    def detach(self, timeout: float | None = None) -> None:
-        """Leave the session to its workers: see `dr.detach`. Block as `shutdown` does."""
-        limit = DETACH.get() if timeout is None else checked(timeout)
-        self.require_open()
-        if not self.lasting:
-            raise UsageError(
-                "this session has no name, so nobody could come back to it: name it, "
-                "init_master_worker(session=...), or end it with shutdown()"
-            )
-        self.ending.leave(limit)
 
 
 def _silent(node: Node, message: AskMaster) -> None:

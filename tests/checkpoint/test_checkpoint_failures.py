@@ -648,7 +648,7 @@ def test_the_end_of_a_session_waits_for_all_saves_whatever_warning_is_raised(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(UserWarning, match="index_fill_ on expanded tensors"):
-            session.shutdown()
+            session.ending.shut_down()
     for save in saves:
         assert save is not None and save.done()
         save.wait()

@@ -183,7 +183,7 @@ def _waits_across() -> None:
     print("pids", *(worker.pid for worker in session.workers), flush=True)
     sys.stdin.readline()
     side.cancel()
-    session.shutdown(raise_unread=False)
+    session.ending.shut_down(raise_unread=False)
 
 
 def processor_seconds(pid: int) -> float:

@@ -129,7 +129,7 @@ def test_the_end_of_a_session_ends_its_functions(tmp_path: Path) -> None:
         dr.init_master_worker(workers=[worker.address], key=tmp_path / "key", quiet=True, timeout=STARTING)
         running = dr.remote(careful, returns=object)(folder)
         until((folder / "begun").exists)
-        active_session().shutdown(timeout=0.1)
+        active_session().ending.shut_down(timeout=0.1)
         until((folder / "cleaned").exists)
         del running
     finally:

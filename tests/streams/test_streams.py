@@ -811,7 +811,7 @@ def test_a_timeout_that_is_none_is_refused_at_the_call(
         lambda: dr.synchronize(0, "cpu", timeout=timeout),
         lambda: dr.fetch(torch.ones(2, device="remote"), timeout),
         lambda: future.result(timeout),
-        lambda: active_session().shutdown(timeout=timeout),
+        lambda: active_session().ending.shut_down(timeout=timeout),
     ]
     for wait in waits:
         with pytest.raises(dr.errors.UsageError, match="number of seconds"):

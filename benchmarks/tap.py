@@ -16,6 +16,7 @@ import msgpack
 import numpy as np
 
 from distruntime.log import log as sending
+from distruntime.log.issue import template_number
 from distruntime.log.node import Node
 from distruntime.wire.codec import KIN, OPERAND
 from distruntime.wire.messages import ARGUMENT, FIRST_TEMPLATE, FLOAT, HELD, MADE, NUMBER, PROGRAM
@@ -125,7 +126,7 @@ class Tap:
         """Send what there is."""
         node = self._node
         with node.lock:
-            node.weigh(self._weight)
+            node.weight += self._weight
             self._waiting, self._weight = [], 0
             node.flush()
 
@@ -142,7 +143,7 @@ class Tap:
     def _replace(self, words: list[object], plan: _Plan) -> None:
         node, waiting = self._node, self._waiting
         waiting += [words[k] for k in plan.before]
-        waiting.append(node.template(plan.key, plan.fields))
+        waiting.append(template_number(node, plan.key, plan.fields))
         waiting += [words[k] for k in plan.words]
         waiting += [words[k] for k in plan.behind]
         # The position behind the replay is that behind the words for which it stands. What is read waits for

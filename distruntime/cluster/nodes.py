@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ..errors import without_our_frames
 from ..log.handle import Place
 from ..log.node import Node
+from ..log.progress import queued
 from ..session.session import Session, active_session
 from ..session.tables import table_html, table_text
 from ..wire.deadlines import ASK
@@ -223,7 +224,7 @@ def node_info(session: Session, node: Node, fresh: bool = True) -> NodeInfo:
         node.state,
         node.failed or (node.presence.absence.text if node.presence.absence is not None else ""),
         *(
-            (doing(report.sessions, session.name), node.queued(), len(report.sessions), report.processor)
+            (doing(report.sessions, session.name), queued(node), len(report.sessions), report.processor)
             if report is not None
             else ()
         ),

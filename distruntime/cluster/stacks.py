@@ -14,6 +14,7 @@ from ..errors import ProtocolError, WaitTimeout, without_our_frames
 from ..log.line import file_name, line_number, line_text, of_a_library, own_line
 from ..log.log import Log
 from ..log.node import Node
+from ..log.progress import line_issued
 from ..session.requests import Requests
 from ..session.session import Session, active_session
 from ..wire.deadlines import LOOK
@@ -91,7 +92,7 @@ def _report(session: Session, node: Node, message: AskMaster) -> MasterReport:
 
 
 def _issued(log: Log, position: int) -> str:
-    line = log.line_issued(position)
+    line = line_issued(log, position)
     return "" if line is None else line_text(own_line(line))[:_TEXT]
 
 

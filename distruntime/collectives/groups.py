@@ -15,7 +15,7 @@ import msgpack
 
 from ..errors import NotSupportedError, PlacementError, ProtocolError, UsageError, without_our_frames
 from ..log.handle import UNNUMBERED, Place, Residence
-from ..log.issue import issue_joint
+from ..log.issue import issue_joint, template_number
 from ..log.line import user_line
 from ..log.log import Log
 from ..log.node import Node
@@ -285,7 +285,7 @@ class Groups:
                 if not group.broken and not group.closed and self.session.closed is None:
                     fields = ["group::close", [group.number, [-1, None, None, True, [], []], []], {}, 0]
                     for node, ranks in group.own.items():
-                        words = [node.template(msgpack.packb(fields), fields), 0]
+                        words = [template_number(node, msgpack.packb(fields), fields), 0]
                         home = group.homes[ranks[0]]
                         # Its operations have kept this order.
                         ordered = group.capabilities.concurrent

@@ -14,6 +14,7 @@ import torch
 
 from ..errors import UsageError, WaitTimeout, without_our_frames
 from ..log.line import line_text, user_line
+from ..log.progress import issued_at
 from ..session.spelling import homes_of
 from ..session.timeouts import checked, deadline_in, left_until
 from ..streams.stream import Event, current_stream
@@ -372,7 +373,7 @@ def _late(group: ProcessGroup, rank: int, event: Event) -> str:
         return ""
     position, name, seconds = asked.value
     doing = f"has run {name} for {seconds:.1f} s" if name is not None else "runs nothing just now"
-    where = node.issued_at(position)
+    where = issued_at(node, position)
     return f"rank {rank}, {home.place}, is late: {node} {doing}" + (f", issued at {where}" if where else "")
 
 

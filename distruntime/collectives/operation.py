@@ -13,7 +13,7 @@ import torch
 
 from ..errors import NotSupportedError, UsageError
 from ..log.handle import Handle, Residence, new_value
-from ..log.issue import Between, covered, issue_joint
+from ..log.issue import Between, covered, issue_joint, template_number
 from ..log.line import Line, user_line
 from ..log.log import relieve
 from ..log.node import Node
@@ -98,7 +98,7 @@ def _issue(group: ProcessGroup, what: _Operation, parts: Sequence[Operands], lin
                 else:
                     # A copy has a tag of its own, so it may overtake.
                     serial = None
-                words = [node.template(*compiled[node]), sequence]
+                words = [template_number(node, *compiled[node]), sequence]
                 words += [h.ref for rank in ranks for handles in parts[rank] for h in handles]
                 begun = True
                 issue_joint(

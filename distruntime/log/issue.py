@@ -15,6 +15,7 @@ import torch
 
 from ..wire.codec import Buffer
 from ..wire.link import Delivery
+from ..wire.messages import FORGET
 from .current import StreamOfPlace, current_streams
 from .handle import Handle, Residence
 from .line import Line
@@ -25,6 +26,8 @@ from .tape import recorded, tick
 from .uses import Lent, Memory, Use
 
 _DRAWS = torch.Tag.nondeterministic_seeded
+# So many words of calls wait for the fetch of their results, where nothing is in flight: see `await_fetch`.
+_AWAITING = 32
 
 
 class Tagged(Protocol):
@@ -147,7 +150,7 @@ def issue(
                 return
             # The order is looked up under the lock, as another thread may just have opened the node's first
             # stream.
-            node.settle()
+            settle(node)
             changed = written
             if random and (random is True or _DRAWS in random.tags):
                 changed = (*written, node.order.generator)
@@ -170,13 +173,64 @@ def issue_default(
             if node.order is None:
                 _append(words, fresh, (), node, line)
             else:
-                node.settle()
+                settle(node)
                 node.order.fence()
                 node.order.issue(0, words, fresh, operands, (node.order.generator,), line)
                 node.order.spread()
         except BaseException:
             node.in_doubt = True
             raise
+
+
+def settle(log: Log) -> None:
+    """Let what comes next come after all that is in the log, if an exception has struck in the midst.
+
+    Ctrl-C, and whatever else a signal's handler raises, may come when an instruction is in the log, and what
+    it writes is not noted yet. Whoever issues one says by `in_doubt` that this has happened. Call under the
+    lock.
+    """
+    if log.in_doubt:
+        if log.order is None:
+            log.checked = log.base + len(log.words)
+        else:
+            log.order.settle()
+        # It stands last, as an exception may strike in here, too.
+        log.in_doubt = False
+
+
+def await_fetch(log: Log) -> None:
+    """Let the words that come next wait for a fetch of what they make, which most often follows at once.
+
+    One segment takes both then, in 0.81 to 0.97 of the time of two. The pump sends them if nothing comes.
+    Call under the lock.
+    """
+    session = log.session
+    if log.enough == 0 and log.active and not log.tapes:
+        log.enough = _AWAITING
+        if session.parked[0]:
+            session.stir()
+
+
+def template_number(log: Log, key: bytes, fields: Sequence[object]) -> int:
+    """Return the number of the template of `key`; the workers learn it with the next segment.
+
+    Call under the lock.
+    """
+    number = log.templates.find(key)
+    if number is None:
+        if log.templates.full:
+            _expire_templates(log)
+        number = log.templates.add(key, fields)
+    return number
+
+
+def _expire_templates(log: Log) -> None:
+    """Drop the templates of the generation before this one, on both sides, and every signature."""
+    log.session.places.forget(log)
+    if log.order is not None:
+        # Instructions of other streams may still need what goes.
+        log.order.fence()
+    log.words += [FORGET, log.templates.expire()]
 
 
 def issue_bytes(
@@ -193,7 +247,7 @@ def issue_bytes(
     """
     node = place.node
     with node.lock:
-        issue([*words, node.attach(data)], fresh, written, [h.storage for h in written], place, line)
+        issue([*words, node.attached.add(data)], fresh, written, [h.storage for h in written], place, line)
         node.flush()
         return node.outlet.last
 
@@ -209,7 +263,7 @@ def issue_shared(
     """Issue an instruction that reads shared memory; call `release` when it has run."""
     node = place.node
     with node.lock:
-        node.when_run(release)
+        node.attached.releases.append(release)
         issue(words, fresh, written, [h.storage for h in written], place, line)
         node.flush()
 
@@ -242,7 +296,7 @@ def issue_joint(
     """
     node = homes[0].node
     try:
-        node.settle()
+        settle(node)
         order = node.order
         if not fresh and not written:
             # Otherwise every later read on this stream would wait for the other members. If it fails, their

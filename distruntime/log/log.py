@@ -11,18 +11,17 @@ import bisect
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from ..errors import NodeFailed
-from ..wire.codec import Buffer, encode
-from ..wire.link import Delivery, Part
-from ..wire.messages import DROP, FORGET, MeshBody, Plain, Segment
+from ..wire.codec import encode
+from ..wire.messages import DROP
 from ..wire.shield import RLock, shield
-from .line import Line, line_text
+from .line import Line
 from .order import Order
+from .segment import Attached, Compose, Flight, Outlet, Send
 from .tape import NOTED, StretchedLog, Tape
-from .templates import Checks, Correct, Templates
+from .templates import Checks, Templates
 from .uses import Lent
 
 # A segment has this many words at most, about 1,000 instructions. A hundred instructions would do for the
@@ -33,25 +32,11 @@ BATCH = 4000
 # each time took 1.9 times as long as a local one with 160 words here, as the worker got its last third when
 # the read came, and 1.7 times with 64. A step that reads nothing took the same (2 cores, 2026-11).
 FIRST_BATCH = 64
-# So many words of calls wait for the fetch of their results, where nothing is in flight: see `await_fetch`.
-AWAITING = 32
 # So many words may be in flight, some 60,000 instructions: at 100,000 a second enough for a round trip of
 # half a second.
 WINDOW = 1 << 18
 # So many bytes of uploads may be in flight.
 PAYLOAD_WINDOW = 256 << 20
-
-
-class Send(Protocol):
-    """Puts the frames of a segment on their way, without waiting."""
-
-    def __call__(self, frames: Sequence[Part], *, copy: bool) -> Delivery | None:
-        """Return what tells when the frames' memory may be written again, if it is not copied."""
-
-
-# It makes the message of a segment from its number, the position of its first word, new templates, words and
-# stretches.
-Compose = Callable[[int, int, list[Plain], list[Plain], list[list[int]]], Segment | MeshBody]
 
 
 class Member(Protocol):
@@ -100,56 +85,6 @@ def _enough(flights: int) -> int:
     return min(BATCH, FIRST_BATCH << (flights - 1)) if flights else 0
 
 
-@dataclass(slots=True)
-class Flight:
-    """A segment that is sent and not acknowledged."""
-
-    seq: int
-    # The words are of this log. A worker's part of a mesh's segment has no words itself, and has the mesh's
-    # line table.
-    log: Log
-    line_table: list[Line]
-    words: int
-    # This is the position after its last word.
-    end: int
-    nbytes: int
-    # The last prediction that it may hold has this number.
-    checks: int
-    # They are called when it has run.
-    releases: list[Callable[[], None]]
-    # So many workers have not run it.
-    waiting: int = 1
-    # The programs in it stand for so many words.
-    weight: int = 0
-
-    def line_at(self, position: int) -> Line | None:
-        """Return the line that issued the instruction at a position, if the instruction is in here."""
-        return line_at(self.line_table, position)
-
-
-@dataclass(slots=True)
-class Attached:
-    """What goes with the next segment: payload frames, and what is called when it has run."""
-
-    frames: list[Buffer] = field(default_factory=list)
-    nbytes: int = 0
-    releases: list[Callable[[], None]] = field(default_factory=list)
-
-
-class Outlet:
-    """Where the segments of a log go, and the last of them."""
-
-    __slots__ = ("compose", "last", "send", "seq", "unsent")
-
-    def __init__(self, compose: Compose, send: Send) -> None:
-        self.compose, self.send = compose, send
-        # This is the number of the last segment.
-        self.seq = 0
-        self.last: Delivery | None = None
-        # Only this segment may have left the words but not the process: Ctrl-C can strike between the two.
-        self.unsent: list[Buffer] | None = None
-
-
 class CallPart(NamedTuple):
     """What one worker runs of a call that several run together: the position after it in the worker's log."""
 
@@ -187,7 +122,7 @@ class Log(ABC):
         self.base = 0
         # Everything up to this position has run, or on a GPU has been issued, as far as is known.
         self.acknowledged = 0
-        self.flights: deque[Flight] = deque()
+        self.flights: deque[Flight[Log]] = deque()
         # The log is sent when it has more words than this. Any word will do while nothing is in flight. Any
         # word will do, too, while the log is not active, so that whoever issues comes through `flush`, which
         # activates it.
@@ -221,7 +156,7 @@ class Log(ABC):
         self.packages: dict[str, str] = {}
         # This is the Order among its streams, once there are several. `words` is a StretchedLog then.
         self.order: Order | None = None
-        # It is True if an exception has struck amid an instruction: see `settle`.
+        # It is True if an exception has struck amid an instruction: see `issue.settle`.
         self.in_doubt = False
         # These are the words of the last instruction that has got in, and what they were when an exception
         # struck: another thread may issue something before whoever was struck asks.
@@ -236,9 +171,9 @@ class Log(ABC):
         # A worker has last said that it is at this position. It says so only when it is asked.
         self.told = 0
         # So many bytes of uploads are in flight.
-        self._nbytes = 0
+        self.nbytes = 0
         # The programs that are not sent, and those in flight, stand for so many words.
-        self.weight = self._heavy = 0
+        self.weight = self.heavy = 0
         # These note the words of this log while programs are recorded, each instruction as it is issued.
         self.tapes: list[Tape] = []
 
@@ -284,26 +219,6 @@ class Log(ABC):
 
     # -- issuing ---------------------------------------------------------------------------------------------
 
-    def template(self, key: bytes, fields: Sequence[object]) -> int:
-        """Return the number of the template of `key`; the workers learn it with the next segment.
-
-        Call under `lock`.
-        """
-        number = self.templates.find(key)
-        if number is None:
-            if self.templates.full:
-                self._expire_templates()
-            number = self.templates.add(key, fields)
-        return number
-
-    def _expire_templates(self) -> None:
-        """Drop the templates of the generation before this one, on both sides, and every signature."""
-        self.session.places.forget(self)
-        if self.order is not None:
-            # Instructions of other streams may still need what goes.
-            self.order.fence()
-        self.words += [FORGET, self.templates.expire()]
-
     def _drop_templates(self) -> None:
         """Have the workers drop what nobody can call any more, behind what has been issued."""
         while self.dropped:
@@ -312,10 +227,6 @@ class Log(ABC):
                 if self.order is not None:
                     self.order.fence()
                 self.words += [DROP, number]
-
-    def check(self, correct: Correct) -> int:
-        """Return the number of a new prediction for the word CHECK; `correct` is called as `Checks` says."""
-        return self.checks.add(correct)
 
     def append(self, words: Sequence[object], line: Line) -> Line:
         """Append one instruction; send the log if there is nothing to do.
@@ -348,67 +259,6 @@ class Log(ABC):
             if self.words and not self.active:
                 self.flush()
 
-    def settle(self) -> None:
-        """Let what comes next come after all that is in the log, if an exception has struck in the midst.
-
-        Ctrl-C, and whatever else a signal's handler raises, may come when an instruction is in the log, and
-        what it writes is not noted yet. Whoever issues one says by `in_doubt` that this has happened. Call
-        under `lock`.
-        """
-        if self.in_doubt:
-            if self.order is None:
-                self.checked = self.base + len(self.words)
-            else:
-                self.order.settle()
-            # It stands last, as an exception may strike in here, too.
-            self.in_doubt = False
-
-    def begin_tape(self) -> Tape:
-        """Return a new tape, which notes what is issued from now on."""
-        with self.lock:
-            self.flush()
-            tape = Tape(self)
-            self.tapes.append(tape)
-            if self.active:
-                self.enough = NOTED
-            return tape
-
-    def end_tape(self, tape: Tape) -> None:
-        """Let a tape note nothing more. What was let go of until now is on it."""
-        with self.lock:
-            self.flush()
-            self.tapes.remove(tape)
-            self._look_at_window()
-
-    def await_fetch(self) -> None:
-        """Let the words that come next wait for a fetch of what they make, which most often follows at once.
-
-        One segment takes both then, in 0.81 to 0.97 of the time of two. The pump sends them if nothing comes.
-        Call under `lock`.
-        """
-        session = self.session
-        if self.enough == 0 and self.active and not self.tapes:
-            self.enough = AWAITING
-            if session.parked[0]:
-                session.stir()
-
-    def weigh(self, words: int) -> None:
-        """Let the next instruction count as so many words. Call under `lock`."""
-        self.weight += words
-
-    def attach(self, payload: Buffer) -> int:
-        """Return the number of a payload frame of the next segment.
-
-        Call under `lock`, and flush before it is let go.
-        """
-        self.attached.frames.append(payload)
-        self.attached.nbytes += len(payload)
-        return len(self.attached.frames) - 1
-
-    def when_run(self, release: Callable[[], None]) -> None:
-        """Call `release` when the next segment has run. Call under `lock`."""
-        self.attached.releases.append(release)
-
     # -- sending ---------------------------------------------------------------------------------------------
 
     def flush(self, upto: int | None = None, *, gathered: bool = False) -> None:
@@ -434,7 +284,7 @@ class Log(ABC):
             try:
                 outlet, order = self.outlet, self.order
                 if outlet.unsent is not None:
-                    self._resend()
+                    outlet.resend()
                 if self.dropped:
                     self._drop_templates()
                 if order is not None:
@@ -484,15 +334,15 @@ class Log(ABC):
                 self.words, self.line_table = rest, self.line_table[lines:]
                 templates.untold, self.attached = [], after
                 outlet.unsent = frames
-                self._nbytes += flight.nbytes
-                self._heavy += self.weight
+                self.nbytes += flight.nbytes
+                self.heavy += self.weight
                 self.weight = 0
                 if self.overtaken and order is None:
                     # What is read from now on comes after these words, and so after the other log's.
                     self.checked, self.overtaken = end, False
                 self.flights.append(flight)
-                under_way = end - self.acknowledged + self._heavy
-                self.busy = under_way > WINDOW or self._nbytes > PAYLOAD_WINDOW
+                under_way = end - self.acknowledged + self.heavy
+                self.busy = under_way > WINDOW or self.nbytes > PAYLOAD_WINDOW
                 self.enough = NOTED if self.tapes else _enough(len(self.flights))
                 outlet.last = outlet.send(frames, copy=len(frames) == 1)
                 outlet.unsent = None
@@ -502,7 +352,8 @@ class Log(ABC):
             finally:
                 self.flushing = False
             if self.deferred is not None:
-                self._flush_deferred()
+                deferred, self.deferred = self.deferred, None
+                deferred.flush()
 
     def _activate(self) -> bool:
         """Have the other logs that go to the same workers send what they hold.
@@ -520,115 +371,21 @@ class Log(ABC):
         self.active, self.enough = True, self._threshold()
         return True
 
-    def _flush_deferred(self) -> None:
-        deferred, self.deferred = self.deferred, None
-        assert deferred is not None
-        deferred.flush()
-
-    def _resend(self) -> None:
-        """Send the segment that Ctrl-C kept from going, or from being known to have gone.
-
-        A worker drops one that comes twice.
-        """
-        outlet = self.outlet
-        assert outlet.unsent is not None
-        outlet.last = outlet.send(outlet.unsent, copy=len(outlet.unsent) == 1)
-        outlet.unsent = None
-
     def _drop(self) -> None:
         """Drop what has gathered: nobody is left to run it."""
         self.words.clear()
         self.line_table, self.attached, self.templates.untold = [], Attached(), []
         self.weight = 0
 
-    # -- what comes back -------------------------------------------------------------------------------------
-
-    def _land(self, flight: Flight) -> None:
-        """Take note that the oldest segment of this log has run.
-
-        Call under `lock`, and `_go_on` afterwards.
-        """
-        self.acknowledged = flight.end
-        self._nbytes -= flight.nbytes
-        self._heavy -= flight.weight
-        if not self.asynchronous:
-            self.executed = flight.end
-        self.checks.confirm(flight.checks)
-
-    def _go_on(self) -> None:
-        """Open the window again, and send what has gathered, if that is enough. Call under `lock`."""
-        self._look_at_window()
-        if self.active and self.words and len(self.words) + self.weight > self.enough:
-            self.flush(gathered=True)
-
-    def _look_at_window(self) -> None:
-        under_way = self.base - self.acknowledged + self._heavy
-        self.busy = under_way > WINDOW or self._nbytes > PAYLOAD_WINDOW
+    def look_at_window(self) -> None:
+        """Note whether the window is full, and how much is to gather. Call under `lock`."""
+        under_way = self.base - self.acknowledged + self.heavy
+        self.busy = under_way > WINDOW or self.nbytes > PAYLOAD_WINDOW
         if self.active:
             self.enough = self._threshold()
 
     def _threshold(self) -> int:
         return NOTED if self.tapes else _enough(len(self.flights))
-
-    def queued(self) -> int:
-        """Return how many operations are issued and not known to have run."""
-        with self.lock:
-            return len(self.line_table) + self.under_way()
-
-    def under_way(self) -> int:
-        """Return how many operations are sent and not known to have run."""
-        return sum(map(self._rest, tuple(self.flights)))
-
-    def _rest(self, flight: Flight) -> int:
-        """Return how many operations of a segment are not known to have run.
-
-        A large segment takes half a minute, so the acknowledgements alone would not do.
-        """
-        lines = flight.line_table
-        # With several streams, the worker tells where one of them is, and the others may be behind it.
-        if flight.log is not self or self.order is not None or not lines or lines[0][0] > self.told:
-            return len(lines)
-        if flight.end <= self.told:
-            return 0
-        return len(lines) - bisect.bisect_right([line[0] for line in lines], self.told)
-
-    def until_room(self) -> int:
-        """Return how many operations must run until the window has room.
-
-        The segments land in order, and the window opens when enough of them have.
-        """
-        nbytes, heavy, count = self._nbytes, self._heavy, 0
-        for flight in tuple(self.flights):
-            if flight.log is self:
-                nbytes -= flight.nbytes
-                heavy -= flight.weight
-                count += self._rest(flight)
-                if self.base - flight.end + heavy <= WINDOW and nbytes <= PAYLOAD_WINDOW:
-                    break
-        return count
-
-    def issued_at(self, position: int) -> str:
-        """Return the line that issued the instruction at a position that has not run; nothing if it has."""
-        line = self.line_issued(position)
-        return "" if line is None else line_text(line)
-
-    def line_issued(self, position: int) -> Line | None:
-        """Return what `issued_at` does as a line; None if the instruction has run."""
-        with self.lock:
-            for table in (
-                *(flight.line_table for flight in self.flights if flight.log is self),
-                self.line_table,
-            ):
-                line = line_at(table, position)
-                if line is not None:
-                    return line
-        return None
-
-
-def line_at(table: Sequence[Line], position: int) -> Line | None:
-    """Return the entry of the instruction at a position, or None if the table ends before it."""
-    k = bisect.bisect_right([line[0] for line in table], position)
-    return table[k] if k < len(table) else None
 
 
 def relieve(log: Log, why: str = "a full window") -> None:

@@ -18,8 +18,10 @@ from ..wire.link import Delivery, Part
 from ..wire.messages import MeshBody, MeshSegment, Message, OpenMesh, Plain, stream_number
 from ..wire.shield import RLock, shield
 from .handle import Place, Residence
-from .log import Flight, Log, Signatures
+from .log import Log, Signatures
 from .node import Node, NodeOwner
+from .progress import go_on, land
+from .segment import Flight
 from .total_order import TotallyOrdered
 
 # The pump leaves a log alone for so many looks in a row, of a millisecond each.
@@ -202,7 +204,7 @@ class MeshLog(Log):
             # Workers that are in the same meshes, and in no other work, have the same numbers.
             by_number: dict[int, list[Node]] = {}
             # Most workers share one part. One of its own for each took a third of this loop.
-            parts: dict[tuple[int, int, int], Flight] = {}
+            parts: dict[tuple[int, int, int], Flight[Log]] = {}
             for node in self.ranks:
                 number = node.carry(self, whole.line_table, releases, parts)
                 by_number.setdefault(number, []).append(node)
@@ -215,13 +217,13 @@ class MeshLog(Log):
                     node.outlet.last = delivery
             self.outlet.unsent = None
 
-    def _ran(self, whole: Flight) -> None:
+    def _ran(self, whole: Flight[Log]) -> None:
         """Take note that a worker has run a segment, or is lost. Called under `lock`."""
         whole.waiting -= 1
         if whole.waiting == 0:
             while self.flights and self.flights[0].waiting == 0:
-                self._land(self.flights.popleft())
-            self._go_on()
+                land(self, self.flights.popleft())
+            go_on(self)
 
     def fail(self, why: str) -> None:
         """Mark a member as lost.

@@ -19,8 +19,10 @@ from ..wire.link import Link
 from ..wire.messages import FORGET, Done, Failure, Segment, Welcome
 from .failure_log import Cause, FailureLog, key_of
 from .line import Line, text_of_part
-from .log import Flight, Log, Owner
+from .log import Log, Owner
+from .progress import go_on, land
 from .replies import is_spec
+from .segment import Flight
 
 
 class NodeOwner(Owner, Protocol):
@@ -133,7 +135,7 @@ class Node(Log):
         mesh: Log,
         line_table: list[Line],
         releases: list[Callable[[], None]],
-        parts: dict[tuple[int, int, int], Flight],
+        parts: dict[tuple[int, int, int], Flight[Log]],
     ) -> int:
         """Note that this worker gets a copy of a mesh's segment, as a segment of its own without words.
 
@@ -172,19 +174,19 @@ class Node(Log):
                             raise ValueError(f"{row!r:.80}")
             except (TypeError, ValueError) as error:
                 raise ProtocolError(f"Done carries a correction that makes no sense: {error}") from None
-            flight: Flight | None = None
+            flight: Flight[Log] | None = None
             while self.flights and self.flights[0].seq <= message.seq:
                 flight = self.flights.popleft()
                 for release in flight.releases:
                     release()
                 if flight.log is self:
-                    self._land(flight)
+                    land(self, flight)
             if flight is not None:
                 for failure in failures:
                     self._file(failure, flight)
-            self._go_on()
+            go_on(self)
 
-    def _file(self, failure: Failure, flight: Flight) -> None:
+    def _file(self, failure: Failure, flight: Flight[Log]) -> None:
         key = key_of(failure)
         # A reply may have named it before its segment was done.
         if key not in self.failure_log:
@@ -236,7 +238,7 @@ class Node(Log):
                 self.failed, self.deserted = why, True
                 self._drop()
                 flights, self.flights = self.flights, deque()
-                self.acknowledged, self._nbytes, self._heavy = self.base, 0, 0
+                self.acknowledged, self.nbytes, self.heavy = self.base, 0, 0
                 self.busy = False
                 self.enough = 0
                 self.outlet.unsent = None

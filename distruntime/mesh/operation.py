@@ -14,7 +14,7 @@ from ..collectives.reductions import Op, reduction, require_reduction
 from ..collectives.splits import NO_SPLITS, ByteSplits, Splits, byte_splits, transposed
 from ..errors import NodeFailed, NotSupportedError, PlacementError, UsageError
 from ..log.handle import Handle, Residence, new_value
-from ..log.issue import Between, covered, issue_joint
+from ..log.issue import Between, covered, issue_joint, template_number
 from ..log.line import Line, user_line
 from ..log.log import relieve
 from ..log.spec import Spec, contiguous, operand_fields
@@ -162,7 +162,7 @@ def _put(
     relieve(mesh_log)
 
     def issue() -> None:
-        number = mesh_log.template(msgpack.packb(fields), fields)
+        number = template_number(mesh_log, msgpack.packb(fields), fields)
         words = [number, lines.sequence() & 0x3FFFFFFF, *(h.ref for h in ins), *(h.ref for h in outs)]
         written = [h.storage for h in outs] if not made else []
         concurrent = lines.capabilities.concurrent

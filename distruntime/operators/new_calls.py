@@ -247,7 +247,7 @@ def _issue_unproven(
     entry, checked, predicted, correct = unproven
     with place.node.lock:
         # Emit writes the first word, which is CHECK, and the number of the template stands behind it.
-        words[:1] = [CHECK, place.node.check(correct), predicted, entry[0]]
+        words[:1] = [CHECK, place.node.checks.add(correct), predicted, entry[0]]
         return emit(cls, checked, words, args, kwargs, place, line)
 
 

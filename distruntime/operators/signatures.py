@@ -12,7 +12,7 @@ import torch
 
 from ..errors import NotSupportedError
 from ..log.handle import REMOTE_TYPES, Handle, Place, Residence, kin_of, next_ref, relate
-from ..log.issue import issue
+from ..log.issue import issue, template_number
 from ..log.line import Line
 from ..log.log import Log
 from ..log.spec import Spec
@@ -133,7 +133,7 @@ def template(
         name = f"{schema.name}.{schema.overload_name or 'default'}"
     fields = [name, packed_args, packed_kwargs, results]
     with node.lock:
-        return node.template(msgpack.packb(fields), fields), words
+        return template_number(node, msgpack.packb(fields), fields), words
 
 
 def entry_for(

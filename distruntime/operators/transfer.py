@@ -17,7 +17,7 @@ import torch
 
 from ..errors import InternalError, ProtocolError
 from ..log.handle import UNNUMBERED, Handle, Residence, new_value
-from ..log.issue import issue, issue_bytes, issue_shared
+from ..log.issue import issue, issue_bytes, issue_shared, settle
 from ..log.line import user_line
 from ..log.log import relieve
 from ..log.mesh_log import MeshLog
@@ -250,14 +250,14 @@ def ready(handle: Handle) -> list[int]:
     if node.meshes:
         with node.lock:
             node.follow_meshes(user_line())
-            node.settle()
+            settle(node)
             if node.order is not None:
                 found: list[int] = node.order.ready(handle, meshed=True)
                 return found
     if node.order is None and not node.in_doubt:
         return [0, max(handle.ready_at, node.checked)]
     with node.lock:
-        node.settle()
+        settle(node)
         if node.order is None:
             return [0, max(handle.ready_at, node.checked)]
         after: list[int] = node.order.ready(handle)
@@ -270,7 +270,7 @@ def _on_host(handle: Handle) -> Handle:
     """
     copy, node = new_value(handle.spec, handle.place), handle.place.worker
     with node.lock:
-        node.settle()
+        settle(node)
         # A mesh's log has other positions.
         if node.meshes:
             made: list[int] = []

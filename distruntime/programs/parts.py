@@ -13,7 +13,7 @@ from typing import Any
 
 from ..log.current import current_streams
 from ..log.handle import Handle, Residence, Row, Several, next_ref
-from ..log.issue import Between, Streams, stream_at
+from ..log.issue import Between, Streams, settle, stream_at, template_number
 from ..log.line import Line, Replayed
 from ..log.log import relieve
 from ..log.mesh_log import MeshLog
@@ -235,8 +235,8 @@ class Piece:
             words += made if kept is None else self._in_order(made + kept.refs)
             try:
                 self._used = self._form_for(values, operands)
-                words[0] = log.template(self._used.key, self._used.fields)
-                log.weigh(self._weight)
+                words[0] = template_number(log, self._used.key, self._used.fields)
+                log.weight += self._weight
                 self._put(words, fresh, operands, values, line)
             except BaseException:
                 log.in_doubt = True
@@ -306,7 +306,7 @@ class Piece:
             # What it has written is read behind it, whatever that is.
             log.checked = born[0]
             return
-        log.settle()
+        settle(log)
         stream = self._on_stream()
         reads: list[Handle] = [one for one in operands if type(one) is not int]
         unnamed = len(operands) - len(reads)
@@ -335,7 +335,7 @@ class Piece:
         """Return what became of its compiling, on one of its workers. Block until that one is there."""
         log = self.log
         with log.lock:
-            number = log.template(self._used.key, self._used.fields)
+            number = template_number(log, self._used.key, self._used.fields)
         if isinstance(log, MeshLog):
             return str(read_function(next(iter(log.ranks)), "compiled", [number, log.number]))
         assert isinstance(log, Node)

@@ -11,7 +11,7 @@ import torch
 from ..log.issue import Noted, Streams
 from ..log.line import Line
 from ..log.log import Log
-from ..log.tape import Piece, Tape, not_in_a_program
+from ..log.tape import NOTED, Piece, Tape, not_in_a_program
 from ..wire.codec import KIN, OPERAND
 from ..wire.messages import (
     ADOPT,
@@ -223,11 +223,21 @@ def taping(logs: Iterable[Log]) -> Iterator[list[tuple[Log, Tape]]]:
     tapes: list[tuple[Log, Tape]] = []
     try:
         for log in logs:
-            tapes.append((log, log.begin_tape()))
+            with log.lock:
+                log.flush()
+                tape = Tape(log)
+                log.tapes.append(tape)
+                if log.active:
+                    log.enough = NOTED
+            tapes.append((log, tape))
         yield tapes
     finally:
         for log, tape in tapes:
-            log.end_tape(tape)
+            # What was let go of until now is on it.
+            with log.lock:
+                log.flush()
+                log.tapes.remove(tape)
+                log.look_at_window()
 
 
 def record(

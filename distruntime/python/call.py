@@ -14,7 +14,7 @@ import torch
 
 from ..errors import InternalError
 from ..log.handle import Handle, Residence, new_value, next_ref
-from ..log.issue import issue, join, join_all
+from ..log.issue import await_fetch, issue, join, join_all, template_number
 from ..log.line import Line, user_line
 from ..log.log import Log, relieve
 from ..log.spec import NO_TENSOR, Spec
@@ -147,7 +147,7 @@ def _again(callee: Callee, entry: Entry, used: list[Handle], place: Residence, k
             node.lent.written = end
             node.line_table.append(born)
             if spec is None and node.enough == 0:
-                node.await_fetch()
+                await_fetch(node)
             if len(node.words) > node.enough:
                 node.flush(gathered=True)
         except BaseException:
@@ -262,7 +262,7 @@ class Call:
         args.append(["list", *[OPERAND] * len(self.handles)])
         words += [handle.ref for handle in self.handles]
         fields = [f"python::call {self.callee.name}", args, {}, results]
-        words[0] = self.node.template(msgpack.packb(fields), fields)
+        words[0] = template_number(self.node, msgpack.packb(fields), fields)
         return words, [*self.handles, *sent]
 
     def _keep(self, made: Sequence[Handle]) -> None:
@@ -316,7 +316,7 @@ class Call:
                 {},
                 [1] * len([*leaves(structure)]),
             ]
-            number = self.node.template(msgpack.packb(fields), fields)
+            number = template_number(self.node, msgpack.packb(fields), fields)
             fresh = handles_of(structure, self.home, self.handles)
             # What is taken out of an object from here on is what any call may write.
             lent = [self.node.lent] if any(map(is_lent, leaves(structure))) else []
@@ -356,7 +356,7 @@ class Call:
             made = fresh if recorded is None else [*fresh, recorded]
             words += [handle.ref for handle in made]
             if single:
-                self.node.await_fetch()
+                await_fetch(self.node)
             written = written_by(self.callee.name, self.options.writes, self.handles, self.home)
             self._keep(fresh)
             issue(words, made, used, written, self.home, self.line, self.options.random)

@@ -18,7 +18,7 @@ import torch
 from ..errors import ConfigurationError, PlacementError, UsageError, is_of_handler
 from ..guards.captured import Captured
 from ..log.handle import Handle, Residence, new_value
-from ..log.issue import issue, stream_at
+from ..log.issue import issue, stream_at, template_number
 from ..log.line import Line, line_number, user_line
 from ..log.log import Log
 from ..log.mesh_log import workers_of
@@ -142,7 +142,7 @@ class Code:
             found = new_value(NO_TENSOR, home)
             fields = [f"python::load {self.name}", [OPERAND], {}, 1]
             with home.node.lock:
-                number = home.node.template(msgpack.packb(fields), fields)
+                number = template_number(home.node, msgpack.packb(fields), fields)
                 issue([number, sent.ref, found.ref], [found], [sent], (), home, line)
             while len(known) >= _MOST_CODE:
                 known.pop(next(iter(known)))

@@ -10,6 +10,7 @@ import msgpack
 
 from ..errors import ProtocolError, UsageError, drop_frames, without_our_frames
 from ..log.handle import Handle, Residence, new_value
+from ..log.issue import template_number
 from ..log.line import user_line
 from ..log.spec import NO_TENSOR, spec_from_wire
 from ..operators.ask_worker import ask_specs
@@ -207,7 +208,7 @@ class _Pickled:
         self._made = new_value(NO_TENSOR, home)
         with home.node.lock:
             fields = ["python::pickle", [OPERAND], {}, 1]
-            number = home.node.template(msgpack.packb(fields), fields)
+            number = template_number(home.node, msgpack.packb(fields), fields)
             self.request = ask_specs(
                 [number, handle.ref, self._made.ref], [self._made], [handle], (), home, line, False
             )

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from ..errors import NotSupportedError, UsageError
 from ..log.handle import Handle, Residence, new_value
-from ..log.issue import issue, stream_at
+from ..log.issue import issue, stream_at, template_number
 from ..log.line import user_line
 from ..log.log import relieve
 from ..log.mesh_log import MeshLog
@@ -159,7 +159,7 @@ def _gradients(
             {},
             [1] * len(made),
         ]
-        number = node.template(msgpack.packb(fields), fields)
+        number = template_number(node, msgpack.packb(fields), fields)
         words = [number, tape.ref, *(h.ref for h in given), *(h.ref for h in made)]
         order, stream = node.order, stream_at(home)
         if order is not None:

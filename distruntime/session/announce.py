@@ -18,6 +18,7 @@ from tqdm import tqdm
 from ..errors import DistruntimeError
 from ..log.log import Log
 from ..log.node import Node
+from ..log.progress import under_way, until_room
 from ..wire.link import Delivery
 from ..wire.messages import Status
 from ..wire.shield import RLock
@@ -306,7 +307,7 @@ class Announcer:
 
     def _waiting(self, wait: Wait, on: Screen, now: float) -> str:
         node, seconds = wait.node, now - wait.started
-        left = node.until_room() if wait.room else node.under_way()
+        left = until_room(node) if wait.room else under_way(node)
         # What a worker tells first makes the number smaller at once, and that is no pace. A mesh tells
         # nothing.
         if not isinstance(node, Node) or self._heard_at > wait.started:

@@ -12,6 +12,7 @@ from ..errors import UsageError, WaitTimeout
 from ..log.failure_log import Cause, WorkerWarnings
 from ..log.log import Log
 from ..log.node import Node
+from ..log.progress import under_way
 from ..wire.channel import Channel
 from ..wire.deadlines import DETACH, SHUTDOWN
 from ..wire.link import Delivery
@@ -203,7 +204,7 @@ class Ending:
         leave = "Ctrl-C ends the session now"
         if not session.requests.wait(idle, session.receiver.read, deadline, busy, leave):
             for node in there:
-                count = node.under_way()
+                count = under_way(node)
                 if count and node.failed is None:
                     log.warning(
                         "%s has not run %s operation%s in time; the end of the session drops %s",

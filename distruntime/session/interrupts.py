@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Protocol
 
 from ..log.line import inside
+from ..log.progress import queued
 from ..wire.units import operator_text
 from .session import Session, active
 
@@ -41,15 +42,15 @@ class Shell(Protocol):
 
 def queued_text(session: Session) -> str:
     """Return what is queued on each worker; nothing if nothing is. Block for 0.3 s at most."""
-    there = [node for node in session.nodes if node.failed is None and node.queued()]
+    there = [node for node in session.nodes if node.failed is None and queued(node)]
     asked = [(node, session.ask_status(node)) for node in there if node.presence.absence is None]
-    deadline, lines, queued = time.monotonic() + _PATIENCE, list[str](), 0
+    deadline, lines, total = time.monotonic() + _PATIENCE, list[str](), 0
     for node, request in asked:
         if not session.result(request, max(0.0, deadline - time.monotonic()), quietly=True):
             session.requests.discard(request)
         running = operator_text(request.value.running or "")[:100] if request.value is not None else ""
-        count = node.queued()
-        queued += count
+        count = queued(node)
+        total += count
         if count:
             lines.append(
                 f"{node}: {count:,} operation{'s' if count > 1 else ''} queued"
@@ -59,7 +60,7 @@ def queued_text(session: Session) -> str:
         return ""
     rest = (
         "They run on. dr.cancel() drops those that have not begun."
-        if queued > 1
+        if total > 1
         else "It runs on. dr.cancel() drops it if it has not begun."
     )
     return "\n".join([*lines, rest])

@@ -17,9 +17,10 @@ from types import FrameType
 from typing import final
 
 from ..log.line import Line, inside, line_number, of_a_library, user_line
-from ..log.log import Flight, Log, Send
+from ..log.log import Log
 from ..log.mesh_log import MeshLog
 from ..log.node import Node
+from ..log.segment import Flight, Send
 from ..session import stalls
 from ..session.session import Session
 from ..wire.link import Delivery, Part
@@ -243,7 +244,7 @@ class Recording:
             numbers,
         )
 
-    def _parts(self, log: Log, flight: Flight) -> list[tuple[Node, Flight]]:
+    def _parts(self, log: Log, flight: Flight[Log]) -> list[tuple[Node, Flight[Log]]]:
         """Return the segments of workers that a log's segment has become."""
         if isinstance(log, Node):
             return [(log, flight)]

@@ -57,9 +57,9 @@ MUTANTS = [
     ),
     Mutant(
         "the bytes of an upload that has run still fill the window",
-        "distruntime/log/log.py",
-        "        self._nbytes -= flight.nbytes\n        self._heavy",
-        "        self._heavy",
+        "distruntime/log/progress.py",
+        "    log.nbytes -= flight.nbytes\n    log.heavy",
+        "    log.heavy",
         ("tests/session/test_announce.py", "tests/log/test_back_pressure.py"),
         "tests/session/test_announce.py::test_what_an_upload_waits_for_is_an_upload",
     ),

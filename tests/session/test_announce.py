@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import distruntime as dr
+from distruntime.log.progress import under_way, until_room
 from distruntime.session import announce
 from distruntime.session.announce import Announcer, Uploads, Wait, bar
 from distruntime.session.interrupts import queued_text
@@ -176,12 +177,12 @@ def test_a_full_window_says_how_much_must_run_until_there_is_room(
         full = r"waiting for node 0 \(.+\): its queue is full, (\d+) operations? until it takes more"
         until(lambda: any(re.match(full, text) for text in recorder.texts))
         log = active_session().nodes[0]
-        assert 0 < log.until_room() <= log.under_way()
+        assert 0 < until_room(log) <= under_way(log)
 
         def is_room_where_all_has_run() -> bool:
             told, log.told = log.told, log.base
             try:
-                return log.until_room() == 0
+                return until_room(log) == 0
             finally:
                 log.told = told
 

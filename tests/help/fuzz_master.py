@@ -50,6 +50,8 @@ _ATTACK = 1.5
 # A master may take so many seconds for a round.
 _ROUND = 40.0
 _DEVICES = ("cpu", "cuda:0")
+# A line of the master's begins with this where it answers.
+_ANSWER = "answer: "
 
 
 # -- in the master's process -----------------------------------------------------------------------
@@ -74,7 +76,7 @@ def master() -> None:
     sys.addaudithook(lambda event, _: heard.append(event) if event in _FORBIDDEN else None)
     for line in sys.stdin:
         if line == "holds\n":
-            print(json.dumps(holdings()), flush=True)
+            print(f"\n{_ANSWER}{json.dumps(holdings())}", flush=True)
             continue
         seed, *addresses = line.split()
         wrong = _session(random.Random(seed), addresses)
@@ -82,7 +84,7 @@ def master() -> None:
             f"the master did {event}" for event in set(heard)
         ]
         said.clear(), heard.clear()
-        print(json.dumps(wrong), flush=True)
+        print(f"\n{_ANSWER}{json.dumps(wrong)}", flush=True)
 
 
 _FORBIDDEN = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen")
@@ -454,8 +456,8 @@ class AgainstMaster:
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
         lines = iter(self.process.stdout.readline, "")
-        # A meddled message may be one that prints what a function there has printed.
-        own = (line for line in lines if not line.startswith("[node "))
+        # A meddled message may be one that prints what a function there has printed, without an end of line.
+        own = (line.removeprefix(_ANSWER) for line in lines if line.startswith(_ANSWER))
         thread = threading.Thread(target=lambda: answer.append(next(own, "")), daemon=True)
         thread.start()
         thread.join(_ROUND)

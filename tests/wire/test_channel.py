@@ -880,7 +880,7 @@ def test_who_waits_for_the_rest_of_a_frame_that_does_not_come_gives_the_connecti
 
     The patient side waits as long as a slow network takes for one frame.
     """
-    monkeypatch.setattr("distruntime.wire.channel._SLOWEST", 1 << 30)
+    monkeypatch.setattr("distruntime.wire.zeromq.options._SLOWEST", 1 << 30)
     listener, dialler = (
         make("tcp://127.0.0.1:0", KEYS, silence=0.5, patient=True),
         make(None, KEYS, silence=60.0),

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch._C._dynamo import eval_frame
 
+from ..guards.tracing import HANDS_ON
+from ..log.tape import recorded
 from ..session.session import active
 from ..session.spelling import is_remote
 from ..tensors.tensor import DistributedTensor
@@ -100,6 +102,9 @@ def _watch_calls(module: ModuleType) -> None:
 
         @functools.wraps(made)
         def call(*args: object, **kwargs: object) -> object:
+            # Nothing of what Dynamo's guards look at would be a guard of the program.
+            if recorded.name:
+                return original(*args, **kwargs)
             if active and (why := why_not(original, args, kwargs)):
                 no_memory.ignored("torch.compile")
                 warnings.warn(why, stacklevel=2)
@@ -108,6 +113,7 @@ def _watch_calls(module: ModuleType) -> None:
 
         # Dynamo tells by it that this is the wrapper, and no function that a user wrapped around it.
         call._torchdynamo_wrapper_id = id(call)  # type: ignore[attr-defined]
+        HANDS_ON.add(id(call.__code__))  # type: ignore[attr-defined]
         return call
 
     context.__call__ = __call__

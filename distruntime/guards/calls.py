@@ -56,6 +56,9 @@ class Calls:
         if term is not None:
             self.follow(frame, term)
             return
+        if isinstance(function, types.FunctionType):
+            # A program calls what was compiled as it was written.
+            function = vars(function).get("_torchdynamo_orig_callable", function)
         while isinstance(function, functools.partial):
             partial: functools.partial[object] = function
             for name in ("func", "args", "keywords"):

@@ -14,10 +14,10 @@ from torch._functorch._aot_autograd.schemas import PlainTensorMeta
 from torch.fx import GraphModule, Node
 
 from ..errors import ConfigurationError
-from ..log.handle import REMOTE_TYPES
-from ..session.session import Session, active_session
+from ..log.handle import BARE, REMOTE_TYPES
+from ..session.session import active_session
 from ..tensors.tensor import DistributedTensor
-from .constants import Lifted, lift_constants
+from .constants import Constants, lift_constants
 from .draws import is_state
 from .dynamo import DECIDING, has_remote
 from .graph import Graph
@@ -181,26 +181,28 @@ def _compiler(name: str, compile: object) -> Compiled:
         if name.startswith("backward"):
             _copy_what_it_returns_twice(lifted.graph)
         saves = _saves() if name.startswith("forward") else None
-        return _with(lifted, parted, Graph(lifted.graph, name, compile, saves))  # type: ignore[arg-type]
+        made = Graph(lifted.graph, name, compile, saves)  # type: ignore[arg-type]
+        return _with(lifted.constants, parted, made, graph)
 
     return compiled
 
 
-def _with(lifted: Lifted, parted: Parted | None, graph: Graph) -> Compiled:
+def _with(constants: Constants | None, parted: Parted | None, graph: Graph, whole: GraphModule) -> Compiled:
     """Return a function of a graph's own arguments.
 
-    The constants travel at the first call, and this process's numbers at each.
+    The constants travel at the first call, and this process's numbers at each. They go where the trace has
+    met them. If the graph makes something at the current place, that must be the place of the trace.
     """
-    sent: dict[Session, list[object]] = {}
+    plain, fixed = _boxed(whole.forward), None
+    if (constants is not None or parted is not None) and any(map(_is_placed, whole.graph.nodes)):
+        fixed = active_session().places.current().lazy
 
     def run(args: list[object]) -> object:
+        if fixed is not None and active_session().places.current().lazy != fixed:
+            return plain(args)
         found = () if parted is None else parted.take(args)
-        if lifted.number:
-            session = active_session()
-            if session not in sent:
-                sent.clear()
-                sent[session] = lifted.make()
-            args += sent[session]
+        if constants is not None:
+            args += constants.of(active_session())
         results = graph(args)
         return results if parted is None else parted.give(results, found)
 
@@ -222,7 +224,9 @@ def _boxed(run: Compiled) -> Compiled:
         held = bundle_of(args)
         if held is not None:
             open_slots(args, held)
-        return run(*as_proxies(args))
+        # It was traced with its casts, and a backward pass may be under an autocast of its own.
+        with torch._C._DisableAutocast():
+            return run(*as_proxies(args))
 
     return _takes_a_list(call)
 
@@ -240,6 +244,14 @@ def _is_local(node: Node) -> bool:
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else [value]
     return any(isinstance(one, torch.Tensor) and one.device.type not in REMOTE_TYPES for one in values)
+
+
+def _is_placed(node: Node) -> bool:
+    """Whether an operator makes its result at the current place, as `device="remote"` says."""
+    device = node.kwargs.get("device")
+    if not isinstance(device, torch.device) or device.type not in REMOTE_TYPES:
+        return False
+    return device.index is None or device.type == BARE
 
 
 def _line_of(node: Node) -> str:

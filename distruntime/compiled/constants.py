@@ -9,18 +9,44 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch._ops import OperatorBase
 from torch.fx import Graph, GraphModule, Node
 
 from ..log.handle import REMOTE_TYPES
+from ..session.ending import outliving
+from ..session.session import Session
 from .draws import is_state
+
+# Operators of these give what their arguments decide.
+_OF_TORCH = ("aten", "prims")
+
+
+class Constants:
+    """What a graph takes behind its own arguments: it is made at the first call of a session."""
+
+    def __init__(self, make: Callable[[], list[object]]) -> None:
+        self._make = make
+        # Threads may call one graph.
+        self._made: tuple[Session, list[object]] | None = None
+        outliving.add(self)
+
+    def of(self, session: Session) -> list[object]:
+        """Return them, as they were sent to the workers of a session."""
+        made = self._made
+        if made is None or made[0] is not session:
+            made = self._made = session, self._make()
+        return made[1]
+
+    def part(self) -> None:
+        """Forget what was sent in a session that has ended."""
+        self._made = None
 
 
 class Lifted(NamedTuple):
-    """A graph that takes its constants as arguments, behind its own ones, and what makes them."""
+    """A graph that takes its constants as arguments, behind its own ones, and these, if it has any."""
 
     graph: GraphModule
-    number: int
-    make: Callable[[], list[object]]
+    constants: Constants | None
 
 
 def lift_constants(module: GraphModule) -> Lifted:
@@ -32,14 +58,11 @@ def lift_constants(module: GraphModule) -> Lifted:
     edge = [
         node
         for node in module.graph.nodes
-        if node in constant
-        and any(user not in constant for user in node.users)
-        # Whoever calls the graph may write to what it returns.
-        and not any(user.op == "output" for user in node.users)
+        if node in constant and any(user not in constant for user in node.users) and not _is_returned(node)
     ]
     remote = [found for node in edge if (found := _as_remote(node)) is not None]
     if not edge or len(remote) < len(edge):
-        return Lifted(module, 0, list)
+        return Lifted(module, None)
     first, rest = Graph(), Graph()
     made: dict[Node, Node] = {}
     for node in module.graph.nodes:
@@ -62,10 +85,10 @@ def lift_constants(module: GraphModule) -> Lifted:
     devices = [found.device for found in remote]
 
     def make() -> list[object]:
-        with torch.no_grad():
+        with torch.no_grad(), torch._C._DisableAutocast():
             return [value.to(device) for value, device in zip(maker(), devices)]
 
-    return Lifted(GraphModule(module, rest), len(edge), make)
+    return Lifted(GraphModule(module, rest), Constants(make))
 
 
 def copy_needed(node: Node, kept: dict[Node, Node], rest: Graph) -> None:
@@ -77,11 +100,25 @@ def copy_needed(node: Node, kept: dict[Node, Node], rest: Graph) -> None:
     kept[node] = rest.node_copy(node, kept.__getitem__)
 
 
+def _is_returned(node: Node) -> bool:
+    """Whether a graph returns a value, or a view of it. Whoever calls the graph may write to that."""
+    return any(user.op == "output" or (_is_view(user) and _is_returned(user)) for user in node.users)
+
+
+def _is_view(node: Node) -> bool:
+    """Whether a value of a graph may lie in the memory of what it was made of."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or any(one.alias_info is not None for one in schema.returns)
+
+
 def is_constant(node: Node, known: set[Node]) -> bool:
     """Whether a node has the value at each call that this process has once: `known` are those before it."""
     if node.op == "get_attr":
         return True
     if node.op != "call_function" or not (node.all_input_nodes or is_here(node)):
+        return False
+    # An operator of the user's may read a clock.
+    if isinstance(node.target, OperatorBase) and getattr(node.target, "namespace", "") not in _OF_TORCH:
         return False
     tags = getattr(node.target, "tags", ())
     return all(one in known for one in node.all_input_nodes) and torch.Tag.nondeterministic_seeded not in tags
@@ -97,13 +134,13 @@ def is_here(node: Node) -> bool:
 def _as_remote(node: Node) -> torch.Tensor | None:
     """Return what a constant is once it is sent, as a fake. None if it cannot be sent.
 
-    It is remote itself, or a number that remote tensors meet: torch takes one from any device.
+    It is remote itself, or a number that remote tensors of one place meet: torch takes one from any device.
     """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None
-    makes = [node, *node.users] if value.dim() == 0 else [node]
-    for found in (one.meta.get("val") for one in makes):
-        if isinstance(found, torch.Tensor) and found.device.type in REMOTE_TYPES:
-            return found
-    return None
+    if value.device.type in REMOTE_TYPES:
+        return value
+    met = [one.meta.get("val") for one in node.users] if value.dim() == 0 else []
+    remote = [one for one in met if isinstance(one, torch.Tensor) and one.device.type in REMOTE_TYPES]
+    return remote[0] if len({one.device for one in remote}) == 1 else None

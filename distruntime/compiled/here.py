@@ -20,7 +20,7 @@ _COPY = torch.ops.aten._to_copy.default
 
 
 class Parted(NamedTuple):
-    """A graph that gets what was sent behind its own arguments, and the graph that computes that here.
+    """A graph that gets what was sent behind its own arguments, and the graph that computes and sends that.
 
     `given` are the arguments of this process. `returned` are the results of the whole that are computed
     here. In what is left, None stands at their places.
@@ -29,25 +29,24 @@ class Parted(NamedTuple):
     left: GraphModule
     here: GraphModule
     given: Sequence[int]
-    devices: Sequence[torch.device]
     returned: Sequence[int]
 
     def take(self, args: list[object]) -> Sequence[torch.Tensor]:
-        """Replace what is this process's among `args` by what travels; return all that is computed here."""
+        """Replace what is this process's among `args` by what was sent; return the results of here."""
         own = [args[k] for k in self.given]
         for k in reversed(self.given):
             del args[k]
         with torch.no_grad(), torch._C._DisableAutocast():
-            found: Sequence[torch.Tensor] = self.here.forward(*own)
-            args += [value.to(device) for value, device in zip(found, self.devices)]
-        return found
+            sent, returned = self.here.forward(*own)
+        args += sent
+        return returned  # type: ignore[no-any-return]
 
     def give(self, results: Sequence[object], found: Sequence[torch.Tensor]) -> Sequence[object]:
         """Put what was computed here among the results."""
         if not self.returned:
             return results
         given = [*results]
-        for k, value in zip(self.returned, found[len(self.devices) :]):
+        for k, value in zip(self.returned, found):
             given[k] = value
         return given
 
@@ -68,23 +67,24 @@ def part(module: GraphModule) -> Parted | None:
     # Whoever calls the graph may write to a constant that it returns, so each call computes it.
     apart = {*own, *(one for one in constant if one.op == "call_function" and is_here(one))}
     returned = [k for k, one in enumerate(results) if one in apart]
-    if not given and not returned:
+    if not own and not returned:
         return None
     users = {node: [user for user in node.users if user not in own and user.op != "output"] for node in own}
     edge = [node for node in own if users[node]]
-    if any(_remote_value(user) is None for node in edge for user in users[node]):
-        return None
-    # Remote tensors meet numbers only. What has dimensions is sent by an operator of the graph's own.
-    if any(node.meta["val"].dim() and user.target is not _COPY for node in edge for user in users[node]):
-        return None
     # A fake for each, as it is once it is sent.
-    sent = [found for node in edge if (found := _remote_value(users[node][0])) is not None]
+    sent = [found for node in edge if (found := _sent(node, users[node])) is not None]
+    if len(sent) < len(edge):
+        return None
     here, left = Graph(), Graph()
     made: dict[Node, Node] = {}
-    wanted = [*edge, *(results[k] for k in returned)]
-    for node in [*own, *wanted]:
+    travels: dict[Node, Node] = {}
+    devices = dict(zip(edge, (found.device for found in sent)))
+    for node in [*own, *(results[k] for k in returned)]:
         copy_needed(node, made, here)
-    here.output(tuple(made[node] for node in wanted))
+        # It travels at once: a graph writes to its arguments last.
+        if node in devices and node not in travels:
+            travels[node] = here.call_method("to", (made[node], devices[node]))
+    here.output((tuple(travels[node] for node in edge), tuple(made[results[k]] for k in returned)))
     _convert_quickly(here)
 
     kept: dict[Node, Node] = {}
@@ -106,8 +106,7 @@ def part(module: GraphModule) -> Parted | None:
             results[k] = kept[one]
     last = left.output(tuple(results))
     last.meta = {**output.meta}
-    devices = [found.device for found in sent]
-    return Parted(GraphModule(module, left), GraphModule(module, here), given, devices, returned)
+    return Parted(GraphModule(module, left), GraphModule(module, here), given, returned)
 
 
 def _convert_quickly(graph: Graph) -> None:
@@ -119,11 +118,24 @@ def _convert_quickly(graph: Graph) -> None:
 
 
 def _is_computed(node: Node, own: dict[Node, None], constant: set[Node]) -> bool:
-    """Whether an operator reads this process's tensors and constants only."""
+    """Whether an operator reads this process's tensors and constants only, or nothing."""
     if node.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         return False
-    before = node.all_input_nodes
-    return any(one in own for one in before) and all(one in own or one in constant for one in before)
+    return all(one in own or one in constant for one in node.all_input_nodes)
+
+
+def _sent(node: Node, users: Sequence[Node]) -> torch.Tensor | None:
+    """Return what a value is where others use it, as a fake; None if it cannot be sent before.
+
+    Remote tensors meet numbers only, at one place. What has dimensions is sent by an operator of the graph's
+    own.
+    """
+    found = [_remote_value(user) for user in users]
+    places = {None if one is None else one.device for one in found}
+    copied = all(user.target is _COPY for user in users)
+    if None in places or (not copied and (node.meta["val"].dim() or len(places) > 1)):
+        return None
+    return found[0]
 
 
 def _remote_value(node: Node) -> torch.Tensor | None:

@@ -227,6 +227,21 @@ def test_a_backward_pass_under_autocast_runs_in_the_dtypes_of_its_graph() -> Non
         _agree(found[0], other)
 
 
+@pytest.mark.filterwarnings("ignore:a graph that torch.compile has traced runs operator by operator")
+def test_a_backward_graph_that_runs_plainly_does_so_too() -> None:
+    """A gradient of a number of this process comes here, so nothing of its backward graph is recorded."""
+    step, found, w = _compiled(lambda x, w, rate: (x @ w * rate).sum()), [], torch.randn(8, 8)
+    for enabled in (True, True, True, False, False):
+        x, there, rate = _x(), w.to(REMOTE).requires_grad_(), torch.tensor(0.3, requires_grad=True)
+        loss = step(x, there, rate)
+        with torch.autocast(REMOTE, dtype=BF16, enabled=enabled):
+            loss.backward()
+        assert there.grad is not None and rate.grad is not None
+        found.append([there.grad.cpu(), rate.grad])
+    for other in found[1:]:
+        _agree(found[0], other)
+
+
 def test_local_tensors_of_a_graph_are_left_alone() -> None:
     step = _compiled(lambda x: (x @ x.T, torch.ones(3, 3) @ torch.ones(3, 3)))
     with torch.autocast(REMOTE, dtype=BF16):

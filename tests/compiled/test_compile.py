@@ -242,6 +242,19 @@ def _in_a_program(make: Compiler) -> object:
     return _often(dr.program(lambda x: step(x) + 1), x_at())
 
 
+def _constant_of_which_a_view_is_written(make: Compiler) -> object:
+    def act(x: torch.Tensor) -> object:
+        row = torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)
+        return x * row, row[1:]
+
+    step, found = make(act), []
+    for _ in range(5):
+        product, view = step(x_at())
+        found.append((product, view.clone()))
+        view.mul_(7)
+    return found
+
+
 def _inference(make: Compiler) -> object:
     step = make(lambda x: x * 2)
     with torch.inference_mode():
@@ -312,6 +325,7 @@ CASES: dict[str, Callable[[Compiler], object]] = {
     "a constant": lambda make: _often(
         make(lambda x: x[0] * torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device) * torch.tensor(2.0)), x_at()
     ),
+    "a constant of which a view is written": _constant_of_which_a_view_is_written,
     "a break": lambda make: _often(make(lambda x: (print(end=""), x * 2)[1] + 1), x_at()),
     "a branch": lambda make: _often(make(lambda x: x * 2 if x.sum() > 3 else x), x_at()),
     "a number that is read": lambda make: _often(make(lambda x: x + x.sum().item()), x_at()),

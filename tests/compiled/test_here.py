@@ -42,6 +42,19 @@ def written(x: torch.Tensor, rate: torch.Tensor) -> torch.Tensor:
     return x * rate
 
 
+def written_behind(x: torch.Tensor, rate: torch.Tensor) -> torch.Tensor:
+    found = (x + rate).sin()
+    rate.mul_(2)
+    return found
+
+
+def batch_written_behind(x: torch.Tensor, rate: torch.Tensor) -> torch.Tensor:
+    row = rate.view(1)
+    found = (x + row.to(x)).sin()
+    row.mul_(2)
+    return found
+
+
 def batch(x: torch.Tensor, rate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows = torch.stack([rate, rate * 2, rate + 1])
     return x * rows.to(x), rows + 1
@@ -60,6 +73,8 @@ FUNCTIONS: dict[str, tuple[Function, tuple[Callable[[float], Any], ...]]] = {
     "a batch": (batch, (FLOAT32, FLOAT64)),
     # torch 2.13 itself loses a write to such a tensor of float64, with every backend that traces.
     "a write": (written, (FLOAT32,)),
+    "a write behind its use": (written_behind, (FLOAT32,)),
+    "a write behind the use of a batch": (batch_written_behind, (FLOAT32, FLOAT64)),
 }
 
 
@@ -112,6 +127,29 @@ def test_a_number_of_this_process_has_a_gradient_here() -> None:
     assert found[: len(NUMBERS)] == found[len(NUMBERS) :]
 
 
+@pytest.mark.filterwarnings("ignore:a graph that torch.compile has traced runs operator by operator")
+def test_a_number_is_met_at_two_places() -> None:
+    made = compiled(lambda x, rate: (x[0] * rate, x[1] * rate, x[0] * torch.tensor(3.0)))
+    for number in NUMBERS:
+        x = torch.arange(3.0).to("remote:0"), torch.arange(3.0).to("remote:1")
+        found = made(x, torch.tensor(number))
+        assert [str(one.device) for one in found] == ["remote:0", "remote:1", "remote:0"]
+        assert all(torch.equal(one.cpu(), torch.arange(3.0) * number) for one in found[:2])
+
+
+def test_a_number_goes_to_the_place_of_the_call() -> None:
+    """Dynamo guards no current place, and the trace has met the number at the one that was."""
+    made = compiled(
+        lambda rate: torch.ones(3, device=REMOTE) * rate + torch.tensor([1.0, 2.0, 3.0]).to(REMOTE)
+    )
+    for node in (0, 1, 0):
+        for number in NUMBERS:
+            with dr.node(node):
+                found = made(torch.tensor(number))
+            assert str(found.device) == f"remote:{node}"
+            assert torch.equal(found.cpu(), torch.ones(3) * number + torch.tensor([1.0, 2.0, 3.0]))
+
+
 def test_a_kept_graph_is_run_backward_twice() -> None:
     made = compiled(lambda x, rate: ((x * rate).sin() * rate).sum())
     for number in NUMBERS:
@@ -122,17 +160,6 @@ def test_a_kept_graph_is_run_backward_twice() -> None:
         once = x.grad.clone()
         loss.backward()
         assert torch.equal(x.grad.cpu(), once.cpu() * 2)
-
-
-def test_a_program_refuses_what_each_replay_would_send_again() -> None:
-    made, x = compiled(lambda x, rate: x * rate + rate * 2.0), torch.arange(3.0).to(REMOTE)
-    for number in NUMBERS:
-        made(x, number)
-    program = dr.program(lambda x, rate: made(x, rate) + 1)
-    # A first call is not recorded.
-    assert torch.equal(program(x, 0.7).cpu(), x.cpu() * 0.7 + 0.7 * 2.0 + 1)
-    with pytest.raises(dr.errors.NotSupportedError, match="a program cannot hold data of this process"):
-        program(x, 0.7)
 
 
 def test_a_learning_rate_of_this_process_follows_its_schedule() -> None:
@@ -183,6 +210,30 @@ def test_what_was_sent_is_freed() -> None:
         made(x, number)
     dr.synchronize()
     assert torch.remote.memory_allocated(0) == before
+
+
+class Sensor:
+    """What an operator of the user's reads: it gives another value each time."""
+
+    value = 0.0
+
+
+@torch.library.custom_op("compiled_tests::sensor", mutates_args=())
+def sensor() -> torch.Tensor:
+    Sensor.value += 1
+    return torch.full((3,), Sensor.value)
+
+
+@sensor.register_fake
+def _() -> torch.Tensor:
+    return torch.empty(3)
+
+
+def test_an_operator_of_the_users_is_asked_at_each_call() -> None:
+    made, x = compiled(lambda x, rate: x * rate * sensor().to(x)), torch.ones(3, device=REMOTE)
+    Sensor.value = 0.0
+    for k, rate in enumerate((torch.ones(()), 1.0) * 4):
+        assert made(x, rate).tolist() == [k + 1.0] * 3
 
 
 def test_tensors_that_depend_on_remote_ones_are_computed_operator_by_operator() -> None:

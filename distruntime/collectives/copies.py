@@ -71,6 +71,10 @@ def _across(source: Handle, target: Handle, inplace: bool = False) -> None:
     """Issue a copy from one node to another: into a new value, or over one that is there."""
     session = session_of_log(source.place.node)
     session.require_open()
+    # After a restart the group is of the node that there is now. A tensor of the one before would take the
+    # other side's part in it.
+    for handle in (source, target):
+        handle.place.node.require_alive()
     group = groups_of(session).between(source.place, target.place)
     require_operation(group, "send")
     sends: Operands = (source,), ()

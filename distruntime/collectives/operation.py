@@ -79,6 +79,11 @@ def _issue(group: ProcessGroup, what: _Operation, parts: Sequence[Operands], lin
     homes = (
         [_home(group, rank, part) for rank, part in enumerate(parts)] if operation == "copy" else group.homes
     )
+    for home, (ins, outs) in zip(group.homes, parts):
+        for handle in (*ins, *outs):
+            # It may be of the worker before this one: the place is the same, and the ref another value's.
+            if handle.place.node is not home.node:
+                handle.place.node.require_alive()
     compiled = _compiled(group, what, parts, homes)
 
     def issue() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -114,6 +115,33 @@ def test_restart_gives_the_number_to_another_worker(fresh_session: Callable[...,
     assert parts[0].tolist() == parts[1].tolist() == [2, 2]
     mesh = dr.init_device_mesh("cpu", (2,))
     assert torch.ones(2, device=mesh.device).sum().item() == 2
+
+
+def test_a_lost_tensor_takes_no_part_in_what_the_new_worker_does(fresh_session: Callable[..., Any]) -> None:
+    """The places are the same, and a group that was made since would take its ref for another value's."""
+    fresh_session(world_size=2)
+    lost = [torch.full((3,), float(k), device="remote:0") for k in range(8)]
+    there = torch.zeros(3, device="remote:1")
+    kill(0)
+    until(lambda: is_lost(0))
+    dr.restart(0)
+    fresh = [torch.full((3,), 10.0 + k, device="remote:0") for k in range(8)]
+    # The group of both workers, for copies, and one for what is in place.
+    assert fresh[0].to("remote:1").tolist() == [10.0] * 3
+    group = dr.distributed.new_group([0, 1])
+    acts: list[Callable[[Any], object]] = [
+        lambda x: x.to("remote:1"),
+        lambda x: there.copy_(x),
+        lambda x: x.copy_(there),
+        lambda x: dr.distributed.all_reduce([x, there], group=group),
+        lambda x: dr.distributed.broadcast([x, there], src=0, group=group),
+    ]
+    for x, act in itertools.product(lost, acts):
+        with pytest.raises(dr.errors.NodeFailed, match="signal 9"):
+            act(x)
+    assert [x.tolist() for x in (there, *fresh)] == [[0.0] * 3, *([10.0 + k] * 3 for k in range(8))]
+    dr.distributed.all_reduce([fresh[1], there], group=group)
+    assert there.tolist() == fresh[1].tolist() == [11.0] * 3
 
 
 def test_how_a_worker_has_ended_is_said_once(

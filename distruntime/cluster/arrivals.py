@@ -91,6 +91,8 @@ def _too_late(options: SessionOptions, connector: Connector, late: list[Connecti
         # A name may stand for another machine there, and a firewall be between.
         if trial := trial_of(dialled_at(address)):
             text += f". If it runs, this shows on its machine whether it gets here: {trial}"
+    else:
+        text += ". This machine may be busy. Give them longer: timeout= or DISTRUNTIME_TIMEOUT"
     if connector.refused:
         text += f". This process {connector.refused[-1]}"
     return text + last_words(connector.session.workers)

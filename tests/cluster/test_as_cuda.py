@@ -182,6 +182,51 @@ def test_torch_cuda_answers_for_the_workers() -> None:
         assert torch.ones(1, device="cuda").place == dr.place(0)
 
 
+def test_autocast_is_asked_and_set_without_a_type() -> None:
+    """Libraries that run a forward pass again ask so: the type is "cuda" then."""
+    assert not torch.is_autocast_enabled()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert torch.is_autocast_enabled() and torch.is_autocast_enabled("cuda")
+        assert torch.get_autocast_gpu_dtype() is torch.bfloat16 is torch.get_autocast_dtype("cuda")
+        assert not torch.is_autocast_enabled("cpu")
+    there = torch.ones(2, 2, device="cuda")
+    before = torch.get_autocast_gpu_dtype()
+    try:
+        torch.set_autocast_gpu_dtype(torch.bfloat16)
+        torch.set_autocast_enabled(True)
+        assert (there @ there).dtype is torch.bfloat16
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+    finally:
+        torch.set_autocast_enabled(False)
+        torch.set_autocast_gpu_dtype(before)
+    assert (there @ there).dtype is torch.float32
+
+
+def test_seeds_of_cuda_leave_this_process_alone() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    assert torch.cuda.initial_seed() == 0
+    torch.cuda.seed()
+    first = torch.cuda.initial_seed()
+    torch.cuda.seed_all()
+    assert len({0, first, torch.cuda.initial_seed()}) == 3
+    torch.cuda.manual_seed(5)
+    assert torch.cuda.initial_seed() == 5 and torch.initial_seed() == 0
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_factories_beside_torchs_list_go_there_too() -> None:
+    torch.manual_seed(3)
+    drawn = torch.normal(0.0, 1.0, (3,), device="cuda")
+    torch.manual_seed(3)
+    assert torch.equal(drawn.cpu(), torch.normal(0.0, 1.0, (3,)))
+    for name in ("fftfreq", "rfftfreq"):
+        made = getattr(torch.fft, name)(8, device="cuda")
+        assert made.place == dr.place(0) and torch.equal(made.cpu(), getattr(torch.fft, name)(8))
+    assert torch.ones(2, device="cuda").get_device() == 0
+
+
 def test_what_would_be_a_lie_raises_and_what_pretends_is_listed() -> None:
     for ask, text in (
         (torch.cuda.CUDAGraph, "run the step without it"),
@@ -510,6 +555,9 @@ def test_it_asks_for_a_word_it_knows(fresh_session: Callable[..., Any]) -> None:
     fresh_session(world_size=2, simulate_cuda=2, as_cuda="all")
     assert torch.cuda.device_count() == 4
     assert torch.zeros(1, device="cuda:3").place == dr.place(1, "cuda:1")
+    for k in range(4):
+        number = torch.zeros(1, device=k).get_device()
+        assert number == k and torch.zeros(1, device=number).place == torch.zeros(1, device=f"cuda:{k}").place
     torch.cuda.set_device(2)
     assert torch.zeros(1, device="cuda").place == dr.place(1, "cuda:0") and torch.cuda.current_device() == 2
     dr.shutdown()

@@ -172,6 +172,18 @@ def _as_type(own: Function, at: int) -> Function:
     return call
 
 
+def _of_cuda(own: Function) -> Function:
+    """As `_as_type`, for what is about "cuda" where no type is given: `torch.is_autocast_enabled()`."""
+    typed = _as_type(own, 0)
+
+    @functools.wraps(own)
+    def call(*args: Any) -> Any:  # type: ignore[explicit-any]
+        named = bool(args) and isinstance(args[0], str)
+        return typed(*(args if named else ("cuda", *args)))
+
+    return call
+
+
 def _autocast(own: Function) -> Function:
     placed = _as_type(own, 1)
 
@@ -208,6 +220,15 @@ def _cuda(
 @without_our_frames
 def _module_cuda(self: torch.nn.Module, device: object = None) -> torch.nn.Module:
     return self.to(place_of(device))
+
+
+_own_get_device = DistributedTensor.get_device
+
+
+def _get_device(self: DistributedTensor) -> int:
+    """Return the number by which the script knows the tensor's GPU."""
+    shown, home = shown_places(), self._handle.place
+    return shown.index(home) if home in shown else _own_get_device(self)
 
 
 # torch's own descriptor, and that of remote tensors.
@@ -317,12 +338,16 @@ def replace_functions() -> None:
     for name in (*_LIKE, "from_file", "empty_permuted"):
         if getattr(torch, name, None) is not None and not hasattr(getattr(torch, name), "__wrapped__"):
             replace(torch, name, _by_keyword(getattr(torch, name)))
+    # torch's own list of factories has these under names of their C++ functions, or not at all.
+    for module, name in ((torch, "normal"), (torch.fft, "fftfreq"), (torch.fft, "rfftfreq")):
+        replace(module, name, _by_keyword(getattr(module, name)))
     for name in _NEW:
         replace(torch.Tensor, name, _by_keyword(getattr(torch.Tensor, name)))
     for kind in (torch.Tensor, DistributedTensor):
         replace(kind, "to", _by_position(kind.to, 1))
         replace(kind, "cuda", _cuda)
         replace(kind, "type", typed(kind.type))
+    replace(DistributedTensor, "get_device", _get_device)
     replace(torch, "set_default_tensor_type", default_type(torch.set_default_tensor_type))
     replace(no_memory, "has_gpu", lambda: False)
     replace(no_memory, "ignored", note)
@@ -353,8 +378,11 @@ def replace_functions() -> None:
     for name in ("custom_fwd", "custom_bwd"):
         replace(torch.amp, name, _as_type(getattr(torch.amp, name), 1))
     replace(torch.amp.GradScaler, "__init__", _as_type(torch.amp.GradScaler.__init__, 1))
-    for name in ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype"):
+    for name in ("get_autocast_dtype", "set_autocast_dtype"):
         replace(torch, name, _as_type(getattr(torch, name), 0))
+        replace(torch, name.replace("_dtype", "_gpu_dtype"), _of_cuda(getattr(torch, name)))
+    for name in ("is_autocast_enabled", "set_autocast_enabled"):
+        replace(torch, name, _of_cuda(getattr(torch, name)))
     replace(torch, "get_device_module", _as_type(torch.get_device_module, 0))
     generator = type(torch.Generator)
     replace(generator, "__call__", _by_position(generator.__call__, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import types
 from typing import Any, NoReturn
 
@@ -65,6 +66,14 @@ def _set_rng_state(state: torch.Tensor, device: object = "cuda") -> None:
 def _set_rng_states(states: list[torch.Tensor]) -> None:
     for k, state in enumerate(states):
         _set_rng_state(state, k)
+
+
+def _initial_seed() -> int:
+    """Return what the current device was seeded with. Block for one round trip.
+
+    The random states of torch's CPU and of CUDA begin with it.
+    """
+    return int.from_bytes(bytes(_rng_state()[:8].tolist()), sys.byteorder)
 
 
 def _place_stream(own: Function) -> Function:
@@ -211,9 +220,10 @@ def _answers(module: Any) -> dict[str, object]:  # type: ignore[explicit-any]
         "empty_cache": module.empty_cache,
         "manual_seed": module.manual_seed,
         "manual_seed_all": module.manual_seed_all,
-        "seed": lambda: module.manual_seed(torch.seed()),
-        "seed_all": lambda: module.manual_seed(torch.seed()),
-        "initial_seed": torch.initial_seed,
+        # A generator of its own draws the seed: torch's would be seeded anew.
+        "seed": lambda: module.manual_seed(torch.Generator().seed()),
+        "seed_all": lambda: module.manual_seed(torch.Generator().seed()),
+        "initial_seed": _initial_seed,
         "get_rng_state": _rng_state,
         "set_rng_state": _set_rng_state,
         "get_rng_state_all": lambda: [_rng_state(k) for k in range(device_count())],

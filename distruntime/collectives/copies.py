@@ -164,6 +164,22 @@ def _copy(cls: type, func: Operator, args: Sequence[object], kwargs: dict[str, o
     return func(target, wrap(cls, upload(source, place)))
 
 
+def _copy_of_graphs(cls: type, func: Operator, args: Sequence[object], kwargs: dict[str, object]) -> object:
+    """Return the target as `copy_` would leave it: the graphs of AOTAutograd have this instead."""
+    target, source = args[0], args[1]
+    assert isinstance(source, torch.Tensor)
+    if not isinstance(target, DistributedTensor):
+        assert isinstance(source, DistributedTensor)
+        return func(target, download(source._handle), *args[2:], **kwargs)
+    place = target._handle.place
+    if not isinstance(source, DistributedTensor):
+        source = source if source.device.type == "cpu" else source.cpu()
+        return func(target, wrap(cls, upload(source, place)), *args[2:], **kwargs)
+    if source._handle.place is place:
+        return NotImplemented
+    return func(target, move(source, place), *args[2:], **kwargs)
+
+
 def _copy_lists(cls: type, func: Operator, args: Sequence[object], kwargs: dict[str, object]) -> object:
     targets, sources, *rest = args
     assert isinstance(targets, (list, tuple)) and isinstance(sources, (list, tuple))
@@ -185,6 +201,7 @@ def _copy_lists(cls: type, func: Operator, args: Sequence[object], kwargs: dict[
 # `operators/special.py` takes these: copies between nodes are operations of groups, which stand on operators.
 COPIES: dict[str, Special] = {
     "aten::_to_copy": _to_copy,
+    "aten::copy": _copy_of_graphs,
     "aten::copy_": _copy,
     "aten::_foreach_copy_": _copy_lists,
 }

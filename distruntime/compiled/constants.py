@@ -82,7 +82,7 @@ def lift_constants(module: GraphModule) -> Lifted:
         if node.op != "placeholder" and node not in constant:
             copy_needed(node, kept, rest)
     maker = GraphModule(module, first)
-    devices = [found.device for found in remote]
+    devices = [torch.device("remote", found.device.index) for found in remote]
 
     def make() -> list[object]:
         with torch.no_grad(), torch._C._DisableAutocast():

@@ -17,6 +17,8 @@ from ..log.handle import REMOTE_TYPES
 from .constants import copy_needed, is_constant, is_here
 
 _COPY = torch.ops.aten._to_copy.default
+# These take what has dimensions from another device, too.
+_COPIES = (_COPY, torch.ops.aten.copy.default)
 
 
 class Parted(NamedTuple):
@@ -78,7 +80,8 @@ def part(module: GraphModule) -> Parted | None:
     here, left = Graph(), Graph()
     made: dict[Node, Node] = {}
     travels: dict[Node, Node] = {}
-    devices = dict(zip(edge, (found.device for found in sent)))
+    # Not "lazy", to which torch copies what lies transposed as a contiguous tensor.
+    devices = dict(zip(edge, (torch.device("remote", found.device.index) for found in sent)))
     for node in [*own, *(results[k] for k in returned)]:
         copy_needed(node, made, here)
         # It travels at once: a graph writes to its arguments last.
@@ -127,13 +130,13 @@ def _is_computed(node: Node, own: dict[Node, None], constant: set[Node]) -> bool
 def _sent(node: Node, users: Sequence[Node]) -> torch.Tensor | None:
     """Return what a value is where others use it, as a fake; None if it cannot be sent before.
 
-    Remote tensors meet numbers only, at one place. What has dimensions is sent by an operator of the graph's
-    own.
+    Remote tensors meet numbers only. What has dimensions is copied by an operator of the graph's own.
     """
     found = [_remote_value(user) for user in users]
     places = {None if one is None else one.device for one in found}
-    copied = all(user.target is _COPY for user in users)
-    if None in places or (not copied and (node.meta["val"].dim() or len(places) > 1)):
+    if node.meta["val"].dim() and any(user.target not in _COPIES for user in users):
+        return None
+    if None in places or (len(places) > 1 and any(user.target is not _COPY for user in users)):
         return None
     return found[0]
 

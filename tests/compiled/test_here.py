@@ -150,6 +150,41 @@ def test_a_number_goes_to_the_place_of_the_call() -> None:
             assert torch.equal(found.cpu(), torch.ones(3) * number + torch.tensor([1.0, 2.0, 3.0]))
 
 
+def test_a_batch_is_sent_as_it_lies() -> None:
+    made = compiled(lambda row, rate: row.view(2, 2).t().to(REMOTE) * rate)
+    for number in NUMBERS:
+        found = made(torch.arange(4.0), number)
+        assert found.stride() == (1, 2)
+        assert torch.equal(found.cpu(), torch.arange(4.0).view(2, 2).t() * number)
+
+
+def filled(x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    x.copy_(row)
+    x[0] = row[1]
+    return x * 2
+
+
+def test_a_batch_is_copied_into_a_remote_tensor() -> None:
+    made, graphs = compiled(filled), {*alive.values()}
+    for k in range(5):
+        x, there, row = torch.zeros(3), torch.zeros(3, device=REMOTE), torch.arange(3.0) + k
+        assert torch.equal(made(there, row).cpu(), filled(x, row))
+        assert torch.equal(there.cpu(), x)
+    assert sum(graph.replays for graph in {*alive.values()} - graphs) == 3
+
+
+@pytest.mark.filterwarnings("ignore:a graph that torch.compile has traced runs operator by operator")
+def test_copies_in_a_graph_that_runs_operator_by_operator() -> None:
+    """It has `aten::copy`, which gives what `copy_` would leave."""
+    made = compiled(lambda x, y, row: (filled(x, row), filled(y, x), filled(row, y), y.cpu() * 2))
+    for k in range(3):
+        x, y, row = torch.zeros(3).to("remote:0"), torch.zeros(3).to("remote:1"), torch.arange(3.0) + k
+        wanted = torch.zeros(3), torch.zeros(3), torch.arange(3.0) + k
+        results = filled(wanted[0], wanted[2]), filled(wanted[1], wanted[0]), filled(wanted[2], wanted[1])
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(made(x, y, row), results))
+        assert all(torch.equal(one.cpu(), other) for one, other in zip((x, y, row), wanted))
+
+
 def test_a_kept_graph_is_run_backward_twice() -> None:
     made = compiled(lambda x, rate: ((x * rate).sin() * rate).sum())
     for number in NUMBERS:

@@ -157,6 +157,10 @@ def issue(
             node.order.issue(stream_at(place), words, fresh, operands, changed, line)
         except BaseException:
             node.in_doubt, node.struck = True, node.latest
+            if node.order is None and node.latest is words:
+                # The words are in: it has struck where the log was sent, and nobody has noted the writes.
+                for storage in written:
+                    storage.written = node.base + len(node.words)
             node.take_turn()
             raise
 

@@ -161,8 +161,12 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
             return NotImplemented
         before: Any = ()
         try:
-            if func is _COPY and type(args[0]) is cls and upload_small(*args):
-                return args[0]
+            if func is _COPY and type(args[0]) is cls:
+                target: Any = args[0]
+                if not target.is_inference():
+                    before = ((target, target._version, target._handle.storage.written),)
+                if upload_small(*args):
+                    return target
             if func._schema.is_mutable:
                 before = versions(cls, args, kwargs)
             return first_time(cls, func, args, kwargs or {}, signature, words, place, SPECIAL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -49,6 +50,20 @@ class Ending(Numbers):
     def __getitem__(self, k: int) -> dict[str, Any]:
         if k == 5:
             self.end()
+        return super().__getitem__(k)
+
+
+class Held(Numbers):
+    """Its items come when there is a file."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    def __getitem__(self, k: int) -> dict[str, Any]:
+        # A worker has no helpers of the tests'.
+        while not self.file.exists():
+            time.sleep(0.005)
         return super().__getitem__(k)
 
 
@@ -213,12 +228,15 @@ def test_a_broken_item_is_told_when_its_batch_is_due(session: object, workers: i
     loader.close()
 
 
-def test_a_wait_that_is_interrupted_loses_no_batch(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = dr.data.data_loader(Numbers(), node=1, batch_size=4)
+def test_a_wait_that_is_interrupted_loses_no_batch(
+    session: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    loader = dr.data.data_loader(Held(tmp_path / "go"), node=1, batch_size=4)
     epoch = iter(loader)
 
     def interrupted(*_: object, **__: object) -> None:
         monkeypatch.undo()
+        (tmp_path / "go").touch()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(session.requests, "wait", interrupted)

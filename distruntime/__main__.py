@@ -165,6 +165,7 @@ def _run(options: argparse.Namespace) -> int:
             workers=addresses,
             session=options.session,
             resume="auto" if options.session else False,
+            simulate_cuda=options.simulate_cuda,
             key=options.key,
             insecure=options.insecure,
             # The whole process is the script's: who asks for this means the workers, whatever GPUs are here.
@@ -223,10 +224,11 @@ def _torchrun(options: argparse.Namespace, addresses: list[str] | None) -> int:
     """Run a script under torchrun's agents on workers; return the exit code."""
     distruntime = importlib.import_module(__package__)
     torchrun = importlib.import_module(".python.torchrun", __package__)
-    if options.as_cuda:
+    if options.as_cuda or options.simulate_cuda:
+        given = "--as-cuda" if options.as_cuda else "--simulate-cuda"
         print(
-            f"got --as-cuda and {options.torchrun[0][0]}: a script of torchrun runs on the workers, where "
-            '"cuda" means their own GPUs. Leave --as-cuda out',
+            f"got {given} and {options.torchrun[0][0]}: a script of torchrun runs on the workers, where "
+            f'"cuda" means their own GPUs. Leave {given} out',
             file=sys.stderr,
         )
         return 2

@@ -32,13 +32,7 @@ def add_launch(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="the number of workers (here: 2; by Slurm: one for each task; with --mpi: of processes)",
     )
     _add_where(parser)
-    parser.add_argument(
-        "--simulate-cuda",
-        type=_count,
-        default=0,
-        metavar="N",
-        help="each worker simulates N GPUs with CPU tensors",
-    )
+    _add_simulated(parser)
     parser.add_argument("--threads", type=_count, metavar="N", help="threads of each worker's kernels")
     parser.add_argument(
         "--max-restarts",
@@ -103,6 +97,16 @@ def _add_for_clusters(parser: argparse.ArgumentParser) -> None:
     )
     ray = parser.add_argument_group("with --ray")
     ray.add_argument("--gpus", type=_count, default=0, metavar="N", help="GPUs of each worker")
+
+
+def _add_simulated(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--simulate-cuda",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="each worker that it starts simulates N GPUs with CPU tensors",
+    )
 
 
 def _count(text: str) -> int:
@@ -187,13 +191,7 @@ def _session_options() -> argparse.ArgumentParser:
         help="the number of workers to start here, or to wait for with --listen (default: 2)",
     )
     session.add_argument("--listen", metavar="ADDRESS", help="listen at ADDRESS for workers that connect")
-    session.add_argument(
-        "--simulate-cuda",
-        type=int,
-        default=0,
-        metavar="N",
-        help="each worker that starts here simulates N GPUs with CPU tensors",
-    )
+    _add_simulated(session)
     session.add_argument("--key", metavar="FILE", help="the cluster's key file (distruntime-worker keygen)")
     session.add_argument(
         "--insecure", action="store_true", help="use no key: whoever reaches a port may run code there"
@@ -268,6 +266,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     run.add_argument(
         "--world-size", type=int, metavar="N", help="the number of workers to start (default: 1)"
     )
+    _add_simulated(run)
     run.add_argument("--session", metavar="NAME", help="the session's name: it is attached to if it is there")
     run.add_argument("--key", metavar="FILE", help="the cluster's key file (distruntime-worker keygen)")
     run.add_argument("--insecure", action="store_true", help="use no key")

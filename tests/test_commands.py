@@ -79,6 +79,11 @@ def test_a_script_that_is_not_there_starts_no_worker() -> None:
     assert "arguments are required: SCRIPT\n" in _run("distruntime", "run").stderr
 
 
+def test_a_script_of_torchrun_has_no_simulated_devices() -> None:
+    done = _run("distruntime", "run", "--simulate-cuda", "2", "--nproc-per-node=2", __file__)
+    assert done.returncode == 2 and "got --simulate-cuda and --nproc-per-node: " in done.stderr
+
+
 def test_a_public_module_is_one_module_under_both_names() -> None:
     code = """
 import sys

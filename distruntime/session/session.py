@@ -11,6 +11,8 @@ from contextlib import suppress
 from itertools import count
 from typing import Concatenate, ParamSpec, TypeVar
 
+from torch.utils.data import get_worker_info
+
 from ..errors import DistruntimeError, ProtocolError, SessionClosed
 from ..log.failure_log import WorkerWarnings
 from ..log.log import Log
@@ -40,6 +42,10 @@ log = logging.getLogger("distruntime")
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_IN_A_LOADER = (
+    ". This is a process of a DataLoader: num_workers=0 lets the session's process load, and "
+    "dr.data.data_loader has its processes at a worker"
+)
 # A finalizer inside a log's own code waits at most so many seconds for a value.
 _INSIDE = 5.0
 
@@ -348,6 +354,7 @@ class Session:
             raise SessionClosed(
                 "remote tensors belong to the process that made them; this is a forked child of it. "
                 "Fetch before you fork (dr.fetch), or call init_master_worker in the child"
+                + (_IN_A_LOADER if get_worker_info() is not None else "")
             )
         another = bool(active) and active[0] is not self
         then = (

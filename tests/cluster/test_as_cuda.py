@@ -436,6 +436,25 @@ def test_a_script_finds_the_modules_that_it_finds_without_us(tmp_path: Path) -> 
         assert done.stdout == f"{script.parent} None\n", done.stderr
 
 
+@pytest.mark.slow(reason="starts a script with a worker: 4 s")
+def test_a_script_has_the_devices_that_its_workers_simulate(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\nprint(torch.cuda.device_count(), torch.ones(2, device='cuda:1').sum().item())\n",
+        encoding="utf-8",
+    )
+    root = Path(dr.__file__).resolve().parents[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "distruntime", "run", "--as-cuda", "--all", "--simulate-cuda=2", str(script)],
+        env={**worker_environment(1), "PYTHONPATH": os.pathsep.join(map(str, (root, root / "worker")))},
+        capture_output=True,
+        text=True,
+        timeout=STARTING,
+        check=False,
+    )
+    assert done.stdout == "2 2.0\n", done.stderr
+
+
 @pytest.mark.slow(reason="starts a script twice, once on a worker: 11.5 s in the suite")
 def test_a_script_for_cuda_runs_unchanged(tmp_path: Path) -> None:
     """Mixed precision, a scaler, pinned loading, a fused optimizer and a checkpoint, as people write them."""

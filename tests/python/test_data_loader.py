@@ -246,6 +246,19 @@ def test_a_wait_that_is_interrupted_loses_no_batch(
     assert len(numbers(loader)) == 3
 
 
+class Remote(Numbers):
+    """Its items are made at a worker, wherever it is asked for them."""
+
+    def __getitem__(self, k: int) -> dict[str, Any]:
+        return {"x": torch.ones(2, device="remote:0")}
+
+
+def test_a_process_of_torchs_loader_says_who_can_load(session: object) -> None:
+    loader = DataLoader(Remote(), num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(dr.errors.SessionClosed, match=r"num_workers=0 lets .* dr\.data\.data_loader"):
+        next(iter(loader))
+
+
 def test_what_does_not_fit_is_refused(session: object) -> None:
     mesh = dr.init_device_mesh("cpu", (2,))
     wrong: list[tuple[str, dict[str, Any]]] = [

@@ -180,9 +180,15 @@ class RayLauncher(Launcher):
         if "--key" in arguments:
             at = arguments.index("--key")
             del arguments[at : at + 2]
-        # The name of a detached actor is its own, and nobody asks for it.
+        # The name of a detached actor is its own, and nobody asks for it. Without a namespace Ray warns.
         lifetime = (
-            {"lifetime": "detached", "name": f"distruntime-{os.urandom(6).hex()}"} if spec.lasting else {}
+            {
+                "lifetime": "detached",
+                "name": f"distruntime-{os.urandom(6).hex()}",
+                "namespace": "distruntime",
+            }
+            if spec.lasting
+            else {}
         )
         made = self._ray.remote(Host).options(
             num_gpus=self._gpus, num_cpus=self._cpus, max_concurrency=4, **lifetime

@@ -33,4 +33,6 @@ def test_the_launcher_passes_the_suite(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=variables, capture_output=True, text=True, timeout=240
     )
-    assert done.stdout.splitlines()[-1:] == ["checked"], done.stdout + done.stderr
+    # Ray writes there, too, whatever it is told.
+    assert "checked" in done.stdout.splitlines(), done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr

@@ -54,7 +54,7 @@ def test_where_there_can_be_no_hosts_the_lane_says_why_and_fails_nothing(
         ({"failed": "NodeFailed: node 0"}, "node 1", "the words do not match 'node 1': NodeFailed: node 0"),
         ({"result": "a"}, "node 1", "it did not fail, and must: node 1"),
         ({}, "ended", ""),
-        ({"failed": "NodeFailed: node 1"}, "ended", ""),
+        ({"failed": "NodeFailed: node 1"}, "ended", "NodeFailed: node 1"),
         ({"result": "a"}, "ended", "it computed a, and must have ended before"),
         ({"late": "not in time", "at": "round 2"}, "equal", "not in time: 9 s, it last was at round 2"),
     ],

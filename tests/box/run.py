@@ -236,7 +236,7 @@ def verdict(scenario: Scenario, said: Mapping[str, Any], wanted: str, seconds: f
         return f"{said['late']}: {scenario.within:g} s, it last was at {said.get('at', 'the beginning')}"
     failed = str(said.get("failed", ""))
     if scenario.outcome == "ended":
-        return f"it computed {said['result']}, and must have ended before" if "result" in said else ""
+        return f"it computed {said['result']}, and must have ended before" if "result" in said else failed
     if scenario.outcome == "equal":
         if failed:
             return failed

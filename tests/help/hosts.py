@@ -149,14 +149,17 @@ class Host:
         table = ["127.0.0.1 localhost\n::1 localhost\n"]
         table += [f"{address} {name}\n" for name, addresses in names.items() for address in addresses]
         lines += [
-            f"printf %s '{''.join(table)}' > {self._place}/hosts",
-            f"mount --bind {self._place}/hosts /etc/hosts",
+            # Each has a copy of its own. A mount over one file of it ends where somebody outside replaces
+            # that file, as `useradd` does with /etc/passwd. What somebody takes away meanwhile cannot be
+            # copied, and is not wanted.
+            f"cp -a /etc {self._place}/etc || true",
+            # Nothing is written before this has succeeded.
+            f"mount --bind {self._place}/etc /etc",
+            f"printf %s '{''.join(table)}' > /etc/hosts",
             # Without a name server, whoever asks for another name hears at once that there is none.
-            f"printf %s '{servers}' > {self._place}/resolv.conf",
-            f"mount --bind {self._place}/resolv.conf $(readlink -f /etc/resolv.conf)",
+            f"rm -f /etc/resolv.conf && printf %s '{servers}' > /etc/resolv.conf",
             # To ssh and sshd, a user's home is what stands here.
-            f"sed 's|^\\(root:.*:\\)[^:]*:[^:]*$|\\1{self.home}:/bin/sh|' /etc/passwd > {self._place}/passwd",
-            f"mount --bind {self._place}/passwd /etc/passwd",
+            f"sed -i 's|^\\(root:.*:\\)[^:]*:[^:]*$|\\1{self.home}:/bin/sh|' /etc/passwd",
         ]
         for interface in interfaces:
             lines += [

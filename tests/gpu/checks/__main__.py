@@ -42,7 +42,7 @@ FIGURES = (
     ("streams", "two streams", 60),
     ("processes", "two processes on one GPU", 60),
     ("nccl", "NCCL between two GPUs", 60),
-    ("compiled", "torch.compile of GPT-2, small and tiny, here and on a worker", 200),
+    ("compiled", "torch.compile of GPT-2, small and tiny, here and on a worker", 600),
 )
 
 

@@ -163,6 +163,7 @@ def dispatch(cls: type, func: torch._ops.OpOverload, types: Any, args: Any = (),
         try:
             if func is _COPY and type(args[0]) is cls:
                 target: Any = args[0]
+                # It is what `versions` returns of the target. That takes 1.4 us, where an upload takes 11.
                 if not target.is_inference():
                     before = ((target, target._version, target._handle.storage.written),)
                 if upload_small(*args):

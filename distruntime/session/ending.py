@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, final
 from weakref import WeakSet
 
-from ..errors import UsageError, WaitTimeout
+from torch.utils.data import get_worker_info
+
+from ..errors import SessionClosed, UsageError, WaitTimeout
 from ..log.failure_log import Cause, WorkerWarnings
 from ..log.log import Log
 from ..log.node import Node
@@ -45,6 +47,21 @@ class Outliving(Protocol):
 
 # A program or a compiled graph may be there for as long as the process, and a session would stay with it.
 outliving: WeakSet[Outliving] = WeakSet()
+
+
+def closed_in_a_child() -> SessionClosed:
+    """Return the error of who uses the session in a forked child, which a DataLoader may have made."""
+    if get_worker_info() is None:
+        loads = ""
+    else:
+        loads = (
+            ". This is a process of a DataLoader: num_workers=0 lets the session's process load, and "
+            "dr.data.data_loader has its processes at a worker"
+        )
+    return SessionClosed(
+        "remote tensors belong to the process that made them; this is a forked child of it. "
+        f"Fetch before you fork (dr.fetch), or call init_master_worker in the child{loads}"
+    )
 
 
 def _part() -> None:

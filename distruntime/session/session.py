@@ -11,8 +11,6 @@ from contextlib import suppress
 from itertools import count
 from typing import Concatenate, ParamSpec, TypeVar
 
-from torch.utils.data import get_worker_info
-
 from ..errors import DistruntimeError, ProtocolError, SessionClosed
 from ..log.failure_log import WorkerWarnings
 from ..log.log import Log
@@ -27,7 +25,7 @@ from ..wire.messages import AskMaster, AskMemory, AskStatus, Message, Question, 
 from ..wire.shared import Challenge, Loan, SharedPool
 from ..wire.shield import RLock, shield
 from ..wire.strangers import Tally
-from .ending import Ending
+from .ending import Ending, closed_in_a_child
 from .failures import remote_error
 from .holders import lost_lines
 from .launched import LaunchedWorkers
@@ -42,10 +40,6 @@ log = logging.getLogger("distruntime")
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_IN_A_LOADER = (
-    ". This is a process of a DataLoader: num_workers=0 lets the session's process load, and "
-    "dr.data.data_loader has its processes at a worker"
-)
 # A finalizer inside a log's own code waits at most so many seconds for a value.
 _INSIDE = 5.0
 
@@ -351,11 +345,7 @@ class Session:
         if self.closed is None:
             return
         if self.foreign:
-            raise SessionClosed(
-                "remote tensors belong to the process that made them; this is a forked child of it. "
-                "Fetch before you fork (dr.fetch), or call init_master_worker in the child"
-                + (_IN_A_LOADER if get_worker_info() is not None else "")
-            )
+            raise closed_in_a_child()
         another = bool(active) and active[0] is not self
         then = (
             "Make them again in the session that is open"

@@ -21,6 +21,7 @@ from ..log.spec import Spec, operand_fields
 from ..log.storage import require_writable
 from ..log.tape import cuts
 from ..log.total_order import in_total_order
+from ..operators.signatures import count_written
 from ..tensors.tensor import DistributedTensor
 from ..wire.data_channel import Reduction
 from .arguments import at, expect, tensor
@@ -260,10 +261,17 @@ def issue_in_place(
         parts: list[Operands] = [
             ([t._handle for t in ins], [t._handle for t in outs]) for ins, outs in zip(inputs, outputs)
         ]
-        issue_operation(group, operation, parts, inplace=True, root=root, reduction=reduction, splits=splits)
-        for row in outputs:
-            for t in row:
-                torch.autograd.graph.increment_version(t)
+        written = [t for row in outputs for t in row]
+        before = [(t, t._version, t._handle.storage.written) for t in written if not t.is_inference()]
+        try:
+            issue_operation(
+                group, operation, parts, inplace=True, root=root, reduction=reduction, splits=splits
+            )
+            torch.autograd.graph.increment_version(written)
+        except BaseException:
+            # What a signal's handler raises may strike when the operation is in the logs.
+            count_written(before)
+            raise
 
     if not async_op:
         run()

@@ -157,8 +157,9 @@ def issue(
             node.order.issue(stream_at(place), words, fresh, operands, changed, line)
         except BaseException:
             node.in_doubt, node.struck = True, node.latest
-            if node.order is None and node.latest is words:
-                # The words are in: it has struck where the log was sent, and nobody has noted the writes.
+            if node.latest is words:
+                # The words are in, and nobody may have noted the writes. With streams, `settle` lets what
+                # comes next come after them.
                 for storage in written:
                     storage.written = node.base + len(node.words)
             node.take_turn()

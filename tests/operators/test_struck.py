@@ -23,6 +23,7 @@ from dynamo import COMPILES
 from strikes import Struck, strikes
 
 SIGNAL = signal.SIGUSR1
+SLOW = pytest.mark.slow(reason="strikes at some hundred places, as others beside it do")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the program:UserWarning"),
     # torch's compiler uses what torch has deprecated.
@@ -152,35 +153,88 @@ def test_what_a_handler_issues_is_done(session: object, kind: str, every: int) -
         assert handlers.times and handlers.sum.item() == handlers.times
 
 
-WRITES: dict[str, Callable[[torch.Tensor], object]] = {
-    "a number": lambda x: x.add_(1),
-    "a local tensor": lambda x: x.copy_(torch.full((4,), 7.0)),
-    "another one": lambda x: x.copy_(torch.full((4,), 7.0, device=REMOTE)),
-    "a list": lambda x: torch._foreach_add_([x], 1.0),
+def _add_1(x: torch.Tensor) -> None:
+    x.add_(1)
+
+
+# Each writes to x. y is a tensor of its place, and z one of another node.
+Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+WRITES: dict[str, Write] = {
+    "a number": lambda x, y, z: x.add_(1),
+    "a local tensor": lambda x, y, z: x.copy_(torch.full((4,), 7.0)),
+    "another one": lambda x, y, z: x.copy_(y),
+    "a list": lambda x, y, z: torch._foreach_add_([x], 1.0),
 }
+WRITES_OF_TWO_NODES: dict[str, Write] = {
+    "another node's": lambda x, y, z: x.copy_(z),
+    "lists of two nodes": lambda x, y, z: torch._foreach_copy_([x], [z]),
+    "a collective": lambda x, y, z: dr.distributed.all_reduce([x, z]),
+}
+_adds = dr.program(_add_1)
+_far_adds = dr.remote(writes=[0])(_add_1)
+# These count their writes before they issue anything: a strike between the two counts one too many.
+AHEAD: dict[str, Write] = {"a program": lambda x, y, z: _adds(x), "a function": lambda x, y, z: _far_adds(x)}
 
 
-@pytest.mark.parametrize("sends", [False, True])
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_a_write_counts_where_a_signal_strikes_amid_it(
-    session: object, write: Callable[[torch.Tensor], object], sends: bool
-) -> None:
-    """`sends` is whether the log is sent at once, by whoever issues the write."""
-    node = active_session().nodes[0]
-    write(torch.zeros(4, device=REMOTE))
+@pytest.fixture
+def no_streams() -> None:
+    """Ends the session of the tests before if node 0 has the log's rules for several streams."""
+    if dr.is_initialized() and active_session().nodes[0].order is not None:
+        dr.shutdown()
+
+
+def _amid(write: Write, sends: bool, streams: bool) -> list[tuple[bool, bool]]:
+    """Strike at each place of a write in turn; return whether it counted, and whether it came.
+
+    `sends` is whether the log is sent at once, by whoever issues the write.
+    """
+    # A log keeps the rules of streams for good, so node 1 has the streams.
+    here, there = ("remote:1", "remote:0") if streams else ("remote:0", "remote:1")
+    node = active_session().nodes[int(streams)]
+    if streams:
+        dr.Stream(device=here)
+    assert (node.order is not None) == streams
+    y, z = torch.full((4,), 7.0, device=here), torch.full((4,), 7.0, device=there)
+    write(torch.zeros(4, device=here), y, z)
     found = []
     for strike in strikes():
-        x = torch.zeros(4, device=REMOTE)
+        x = torch.zeros(4, device=here)
         before = x._version
         # Nothing is under way then, and no acknowledgement comes between.
         dr.synchronize()
         node.enough = 0 if sends else BATCH
         try:
             with strike:
-                write(x)
+                write(x, y, z)
         except Struck:
             pass
-        found.append(x._version > before)
-        assert found[-1] == bool(x.any()), strike.struck
+        found.append((x._version > before, bool(x.any())))
+        assert found[-1] != (False, True), strike.struck
     # The last ones came behind it.
-    assert len(found) > 5 and found[-1]
+    assert len(found) > 5 and found[-1] == (True, True)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sends", "streams"),
+    [(False, False), (True, False), (False, True), pytest.param(True, True, marks=SLOW)],
+)
+@pytest.mark.parametrize(
+    "write",
+    [*WRITES.values(), *(pytest.param(write, marks=SLOW) for write in WRITES_OF_TWO_NODES.values())],
+    ids=[*WRITES, *WRITES_OF_TWO_NODES],
+)
+def test_a_write_counts_where_a_signal_strikes_amid_it(
+    no_streams: None, session: object, write: Write, sends: bool, streams: bool
+) -> None:
+    for counted, came in _amid(write, sends, streams):
+        assert counted == came
+
+
+@SLOW
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("write", AHEAD.values(), ids=AHEAD)
+def test_no_write_comes_that_does_not_count(
+    no_streams: None, session: object, write: Write, streams: bool
+) -> None:
+    _amid(write, False, streams)

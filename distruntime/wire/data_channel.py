@@ -164,7 +164,10 @@ class DataChannel(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of connections. No call is under way, and none follows."""
+        """Let go of connections. No call is under way, and none follows.
+
+        What it raises reaches the program at its next wait for all, as the failure of `group.close()`.
+        """
 
     def send(self, data: torch.Tensor, to: int, tag: int) -> Unfinished | None:
         """Send bytes to a member."""

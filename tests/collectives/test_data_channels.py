@@ -120,6 +120,25 @@ class Liar(dr.distributed.DataChannel):
         """Nothing is open."""
 
 
+class Stuck(Liar):
+    """Its second member does not close."""
+
+    def close(self) -> None:
+        if self.rank:
+            raise FileNotFoundError("the folder is gone")
+
+
+def test_a_channel_that_does_not_close_costs_no_worker(fresh_session: Fresh) -> None:
+    dr.distributed.register_data_channel("Stuck", Stuck)
+    with fresh_session(data_channel="Stuck"):
+        for _ in range(2):
+            group = dr.distributed.new_group([0, 1])
+            group.close()
+            with pytest.raises(dr.errors.RemoteError, match=r"(?s)the folder is gone.*test_data_channels.py"):
+                dr.synchronize()
+        assert [node.state for node in dr.nodes()] == ["ready"] * 2
+
+
 def test_the_suite_finds_a_channel_out(fresh_session: Fresh) -> None:
     dr.distributed.register_data_channel("Liar", Liar)
     with fresh_session(data_channel="Liar"):

@@ -7,6 +7,8 @@ old value. The place of the stroke is any at which Python lets a signal's handle
 from __future__ import annotations
 
 import signal
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 
 import distruntime as dr
 from agree import REMOTE
-from distruntime.session.session import active_session
+from distruntime.session.session import Session, active_session
 from distruntime.streams.stream import current_stream
 from distruntime.wire.shield import shield
 from processes import blocked, until
@@ -238,11 +240,22 @@ def _read_and_copy(w: torch.Tensor) -> list[object]:
     return [w.sum().item(), there.tolist()]
 
 
+def _require_answered(opened: Session, struck: str) -> None:
+    """Fail unless nothing is asked any more: the pump would look for an answer a thousand times a second."""
+    try:
+        until(lambda: len(opened.requests) == 0)
+    except AssertionError:
+        asked = [(one.form, one.node, one.done, one.lost) for one in opened.requests._open.values()]
+        pump = traceback.format_stack(sys._current_frames()[opened.pump.thread.ident or 0])
+        pytest.fail(f"struck at {struck}; asked: {asked}; reads: {opened.requests._reader}; {''.join(pump)}")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM])
 def test_an_interrupted_read_leaves_the_session_as_it_was(session: object, number: int) -> None:
     """Reads and copies between nodes, by Ctrl-C, and by a timeout whose handler raises."""
     opened, came = active_session(), 0
     _read_and_copy(torch.zeros(3).to(REMOTE))
+    _require_answered(opened, "nothing has struck yet")
     for strike in strikes(begin=2, step=17, number=number):
         w = torch.zeros(3).to(REMOTE)
         raised = False
@@ -255,8 +268,7 @@ def test_an_interrupted_read_leaves_the_session_as_it_was(session: object, numbe
         done = w[0].item()
         assert done in (0.0, 1.0), strike.struck
         assert _read_and_copy(w) == [3 * (done + 1), [done + 1] * 3], strike.struck
-        # The pump would look for the answer a thousand times a second.
-        until(lambda: len(opened.requests) == 0)
+        _require_answered(opened, strike.struck)
         assert shield._depth == 0 and not opened.in_moment, strike.struck
         came += strike.came
     assert came > 20

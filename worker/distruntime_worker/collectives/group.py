@@ -182,22 +182,25 @@ class Group:
     def close(self) -> None:
         """Let go of the channels. No call is under way, and what a device has queued runs first.
 
-        Block until then. If the group breaks meanwhile, `end` aborts the channels, which ends the wait.
+        Block until then. If the group breaks meanwhile, `end` aborts the channels, which ends the wait. The
+        group is closed even if a channel raises: the first error comes through at the end.
         """
         with self._lock:
             if self.broken or self.closed:
                 return
             channels = list(self.channels.values())
+        errors: list[Exception] = []
         for channel in channels:
             try:
                 channel.close()
-            except Exception:
-                if not self.broken:
-                    raise
+            except Exception as error:
+                errors.append(error)
         with self._lock:
             self.closed = not self.broken
             self.channels.clear()
         self.store.end("it is closed")
+        if errors and self.closed:
+            raise errors[0]
 
     # -- poisoned values ---------------------------------------------------------------------------
 

@@ -141,8 +141,11 @@ class Groups:
 
     def close(self, number: int) -> None:
         """Close one group; it is forgotten."""
-        self[number].close()
-        del self._groups[number]
+        group = self[number]
+        try:
+            group.close()
+        finally:
+            del self._groups[number]
 
     def end_all(self, reason: str) -> None:
         """Break every group: the session is over."""

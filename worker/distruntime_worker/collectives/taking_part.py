@@ -152,8 +152,13 @@ class Joint:
         words, where = at or (p, i)
         state, group, sequence = self._state, self.groups[collective.group], int_word(p[i + 1])
         if collective.operation == "close":
-            with state.turn.paused():
-                self.groups.close(collective.group)
+            try:
+                with state.turn.paused():
+                    self.groups.close(collective.group)
+            except Exception as failed:
+                # A channel may be the user's own. No value depends on it, so the master hears of it as of a
+                # failed check.
+                state.orphans.append(state.failure(words, where, failed, collective.name, ""))
             return i + collective.length
         values = [slots.get(p[i + k]) for k in range(2, collective.length)]
         inputs = [slots.get(p[i + k]) for k in collective.reads]

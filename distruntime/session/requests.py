@@ -202,8 +202,13 @@ class Requests:
                 read(limit)
             return True
         finally:
-            # No call may come until the mark is gone, because Ctrl-C strikes between calls.
-            if not again and _READER in self._reader and self._reader[_READER] == me:
+            # No call may come until the mark is gone, because Ctrl-C strikes between calls. One look it is:
+            # under a debugger another thread may take its own mark away between two.
+            try:
+                mine = not again and self._reader[_READER] == me
+            except KeyError:
+                mine = False
+            if mine:
                 del self._reader[_READER]
                 if self._followers:
                     with self._lock:

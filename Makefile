@@ -100,7 +100,7 @@ long: .venv/.tests
 
 # These see that a lane runs, on a machine that has not what its figures need.
 gpu-simulated: .venv/.tests
-	$(KEPT) $(BIN)/python tests/gpu/checks --simulate-cuda 2
+	$(KEPT) $(BIN)/python tests/gpu/checks --simulate-cuda 2 --minutes 30
 
 bench-quick: .venv/.tests
 	$(BIN)/python -m benchmarks --quick

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -32,15 +33,21 @@ def counts(node: int = 0) -> Counts:
 
 def set_delay(node: int, microseconds: int) -> None:
     """Let each kernel of a worker take at least so long from here on."""
-    number, words = template(
-        None,
-        DistributedTensor,
-        (microseconds,),
-        {},
-        0,
-        active_session().nodes[node],
-        name="simulated::set_delay",
-    )
+    _tell(node, "simulated::set_delay", microseconds)
+
+
+@contextmanager
+def held(node: int) -> Iterator[None]:
+    """No kernel of a default stream of a worker begins within the block."""
+    _tell(node, "simulated::hold", True)
+    try:
+        yield
+    finally:
+        _tell(node, "simulated::hold", False)
+
+
+def _tell(node: int, name: str, to: int) -> None:
+    number, words = template(None, DistributedTensor, (to,), {}, 0, active_session().nodes[node], name=name)
     issue_default([number, *words], [], (), active_session().nodes[node], user_line())
     dr.synchronize(node)
 

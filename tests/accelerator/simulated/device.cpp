@@ -327,6 +327,10 @@ void set_delay(int64_t microseconds) {
   knobs().delay_us = microseconds;
 }
 
+void hold(bool held) {
+  knobs().held = held;
+}
+
 // The number that the machine gives a device which this process calls `device`.
 int64_t number_on_machine(int64_t device) {
   check_index(static_cast<int>(device));
@@ -338,6 +342,7 @@ int64_t number_on_machine(int64_t device) {
 TORCH_LIBRARY(simulated, m) {
   m.def("counted", &counted);
   m.def("set_delay", &set_delay);
+  m.def("hold", &hold);
   m.def("number_on_machine", &number_on_machine);
   m.def("device_count", [] { return static_cast<int64_t>(device_count()); });
   m.def("memory", [] { return static_cast<int64_t>(knobs().memory); });

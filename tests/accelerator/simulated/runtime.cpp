@@ -214,6 +214,7 @@ void Stream::close() {
 
 // A mark is passed and a wait is waited for even on a lost device, so that nobody waits for ever.
 void Stream::run() {
+  const bool first = this == &stream(device_, kDefaultStream);
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
     changed_.wait(lock, [this] { return !tasks_.empty() || closing; });
@@ -225,6 +226,9 @@ void Stream::run() {
     running_ = true;
     lock.unlock();
     if (task.kernel && !closing && !lost(device_)) {
+      while (first && knobs().held && !closing && !lost(device_)) {
+        std::this_thread::sleep_for(std::chrono::microseconds(200));
+      }
       if (int64_t delay = knobs().delay_us; delay > 0) {
         std::this_thread::sleep_for(std::chrono::microseconds(delay));
       }

@@ -34,6 +34,8 @@ struct Knobs {
   size_t memory;
   // Each launch waits for its kernel, so that a failure is raised where it was caused.
   bool blocking;
+  // No kernel of a default stream begins meanwhile. Python may change it while the device runs.
+  std::atomic<bool> held{false};
 };
 
 Knobs& knobs();

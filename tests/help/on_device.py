@@ -34,11 +34,14 @@ def counts(node: int = 0) -> Counts:
 def set_delay(node: int, microseconds: int) -> None:
     """Let each kernel of a worker take at least so long from here on."""
     _tell(node, "simulated::set_delay", microseconds)
+    dr.synchronize(node)
 
 
 @contextmanager
 def held(node: int) -> Iterator[None]:
     """No kernel of a default stream of a worker begins within the block."""
+    # Otherwise kernels from before the block would be held, too.
+    dr.synchronize(node)
     _tell(node, "simulated::hold", True)
     try:
         yield
@@ -46,10 +49,11 @@ def held(node: int) -> Iterator[None]:
         _tell(node, "simulated::hold", False)
 
 
-def _tell(node: int, name: str, to: int) -> None:
-    number, words = template(None, DistributedTensor, (to,), {}, 0, active_session().nodes[node], name=name)
-    issue_default([number, *words], [], (), active_session().nodes[node], user_line())
-    dr.synchronize(node)
+def _tell(node_number: int, name: str, to: int) -> None:
+    node = active_session().nodes[node_number]
+    number, words = template(None, DistributedTensor, (to,), {}, 0, node, name=name)
+    issue_default([number, *words], [], (), node, user_line())
+    node.flush()
 
 
 def _call(node_number: int, name: str, args: Sequence[object], results: int) -> list[object]:

@@ -56,7 +56,7 @@ PIECES = (
             "tests/programs tests/collectives tests/test_benchmarks.py",
             "tests/python tests/worker tests/backend tests/torch_tests",
             "tests/cluster tests/publishing tests/hostile",
-            "tests/layers tests/test_tutorial.py tests/test_contributing.py",
+            "tests/layers tests/operators tests/test_tutorial.py tests/test_contributing.py",
             "tests/checkpoint tests/parallel tests/mesh",
             "tests/session tests/streams tests/tensors tests/testing tests/wire",
             "tests/torch_db tests/test_pages.py tests/test_cluster_box.py",

@@ -21,7 +21,7 @@ from ..log.spec import Spec, operand_fields
 from ..log.storage import require_writable
 from ..log.tape import cuts
 from ..log.total_order import in_total_order
-from ..operators.signatures import count_written
+from ..operators.signatures import count_written, versions_of
 from ..tensors.tensor import DistributedTensor
 from ..wire.data_channel import Reduction
 from .arguments import at, expect, tensor
@@ -262,7 +262,7 @@ def issue_in_place(
             ([t._handle for t in ins], [t._handle for t in outs]) for ins, outs in zip(inputs, outputs)
         ]
         written = [t for row in outputs for t in row]
-        before = [(t, t._version, t._handle.storage.written) for t in written if not t.is_inference()]
+        before = versions_of(written)
         try:
             issue_operation(
                 group, operation, parts, inplace=True, root=root, reduction=reduction, splits=splits

@@ -264,12 +264,12 @@ Version = tuple[Any, int, int]
 
 def versions(cls: Any, args: Sequence[Any], kwargs: Any) -> list[Version]:
     """Return what `count_written` needs to know of the operands of a call that writes to some."""
-    operands: list[Any] = tensors_of(args, kwargs or {})
-    return [
-        (t, t._version, t._handle.storage.written)
-        for t in operands
-        if type(t) is cls and not t.is_inference()
-    ]
+    return versions_of([t for t in tensors_of(args, kwargs or {}) if type(t) is cls])
+
+
+def versions_of(tensors: Sequence[Any]) -> list[Version]:
+    """Return what `count_written` needs to know of these remote tensors."""
+    return [(t, t._version, t._handle.storage.written) for t in tensors if not t.is_inference()]
 
 
 def count_written(before: Sequence[Version]) -> None:

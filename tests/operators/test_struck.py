@@ -183,8 +183,8 @@ def no_streams() -> None:
         dr.shutdown()
 
 
-def _amid(write: Write, sends: bool, streams: bool) -> list[tuple[bool, bool]]:
-    """Strike at each place of a write in turn; return whether it counted, and whether it came.
+def _amid(write: Write, sends: bool, streams: bool) -> list[tuple[bool, bool, str]]:
+    """Strike at each place of a write in turn; return whether it counted, whether it came, and the place.
 
     `sends` is whether the log is sent at once, by whoever issues the write.
     """
@@ -208,10 +208,10 @@ def _amid(write: Write, sends: bool, streams: bool) -> list[tuple[bool, bool]]:
                 write(x, y, z)
         except Struck:
             pass
-        found.append((x._version > before, bool(x.any())))
-        assert found[-1] != (False, True), strike.struck
+        found.append((x._version > before, bool(x.any()), strike.struck))
+        assert found[-1][:2] != (False, True), strike.struck
     # The last ones came behind it.
-    assert len(found) > 5 and found[-1] == (True, True)
+    assert len(found) > 5 and found[-1][:2] == (True, True)
     return found
 
 
@@ -227,8 +227,8 @@ def _amid(write: Write, sends: bool, streams: bool) -> list[tuple[bool, bool]]:
 def test_a_write_counts_where_a_signal_strikes_amid_it(
     no_streams: None, session: object, write: Write, sends: bool, streams: bool
 ) -> None:
-    for counted, came in _amid(write, sends, streams):
-        assert counted == came
+    for counted, came, struck in _amid(write, sends, streams):
+        assert counted == came, struck
 
 
 @SLOW

@@ -200,6 +200,8 @@ class Group:
             self.channels.clear()
         self.store.end("it is closed")
         if errors and self.closed:
+            for other in errors[1:]:
+                log.error("a data channel of group %d does not close", self.number, exc_info=other)
             raise errors[0]
 
     # -- poisoned values ---------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from ..log.line import user_line
 from ..log.node import Node
 from ..wire.messages import Fetch, Plain
 from ..wire.shared import Loan
+from ..wire.shield import shield
 from .failures import remote_error
 from .requests import Request
 from .session import Session
@@ -38,7 +39,7 @@ def ask_value(
     session.require_open()
     node.require_alive()
     request: Request[R] = session.requests.new(node, form)
-    posting = False
+    posted = False
     try:
         request.buffer = buffer
         with node.lock:
@@ -51,11 +52,13 @@ def ask_value(
                         "wait for what is still to be sent: let it note what it wants, and read later"
                     )
             message = Fetch(request.number, ref, after, form, options)
-            posting = True
-            session.post(node, message)
+            # A signal acts before the worker is asked, or once it is known that it was.
+            with shield:
+                session.post(node, message)
+                posted = True
     except BaseException:
-        # Nobody waits for it. But shared memory is the worker's to write once it may have been asked.
-        if not (posting and isinstance(buffer, Loan)):
+        # Nobody waits for it. But shared memory is the worker's to write once it was asked.
+        if not (posted and isinstance(buffer, Loan)):
             session.requests.discard(request)
         raise
     return request

@@ -232,12 +232,14 @@ class Channel(Sender):
             with self._lock:
                 if self._closed:
                     return
-                if self._option(EVENTS) & POLLIN:
+                found = self._option(EVENTS) & POLLIN
+                if found:
                     with shield, suppress(zmq.Again):
                         self._inbox.read()
-                    return
             if self._late:
                 self._send_late()
+            if found:
+                return
 
     def _wait(self, deadline: float | None) -> None:
         """Block until there is something to return from receive()."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _signal
 import os
+import select
 import signal
 import socket
 import struct
@@ -602,6 +603,23 @@ def test_no_message_is_lost_when_others_send_while_one_waits(make: Make, address
         stop.set()
         for thread in threads:
             thread.join()
+
+
+@pytest.mark.parametrize("to", [b"listener", b"nobody"])
+def test_a_send_that_swallows_an_edge_wakes_who_waits(make: Make, address: str, to: bytes) -> None:
+    """A refused one does, too. A waiter may be at any point of its poll, so this stands in its place."""
+    listener, dialler = pair(make, address)
+    dialler.receive(0)
+    listener.send(b"bob", [b"x"])
+    # libzmq's send looks at its commands, and so swallows the edge, if it has not for a while.
+    wait_for(lambda: bool(select.select([dialler._fd], [], [], 0)[0]))
+    dialler._waiting = True
+    while select.select([dialler._fd], [], [], 0)[0]:
+        with suppress(PeerGone):
+            dialler.send(to, [b"y"])
+    assert select.select([dialler._wake.fd], [], [], 0)[0]
+    dialler._waiting = False
+    assert receive(dialler) == [(b"listener", [b"x"])]
 
 
 def test_many_threads_send_whole_messages(make: Make, address: str) -> None:

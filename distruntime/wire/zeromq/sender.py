@@ -143,6 +143,8 @@ class Sender:
                             list(unsent)
                         except zmq.ZMQError as error:
                             self._unsent = None
+                            # A send that libzmq refuses swallows an edge, too.
+                            self._after_use()
                             if error.errno != zmq.EHOSTUNREACH:
                                 raise
                             if delivery is None:

@@ -21,7 +21,7 @@ from ..log.node import Node
 from ..log.progress import under_way, until_room
 from ..wire.link import Delivery
 from ..wire.messages import Status
-from ..wire.shield import RLock
+from ..wire.shield import RLock, shield
 from ..wire.units import operator_text, span
 from .screen import Screen, screen
 
@@ -217,13 +217,14 @@ class Announcer:
         self._waits[threading.get_ident()] = Wait(time.monotonic(), node, leave, room)
 
     def stop_waiting(self) -> None:
-        """Note that this thread has stopped waiting, and take the line away."""
-        wait = self._waits.pop(threading.get_ident(), None)
-        # The end of an upload takes its own bar away.
-        if self._shown and not self._waits and not self._works and not self.uploads:
-            with self._lock:
-                if wait is not None:
-                    self._finish(f"waited {time.monotonic() - wait.started:.1f} s for {wait.node}")
+        """Note that this thread has stopped waiting, and take the line away. A second call does nothing."""
+        with shield:
+            wait = self._waits.pop(threading.get_ident(), None)
+            # The end of an upload takes its own bar away.
+            if self._shown and not self._waits and not self._works and not self.uploads:
+                with self._lock:
+                    if wait is not None:
+                        self._finish(f"waited {time.monotonic() - wait.started:.1f} s for {wait.node}")
 
     @contextmanager
     def working(self, what: str, total: int, there: Callable[[], int]) -> Iterator[None]:

@@ -160,7 +160,11 @@ class Output:
                 self._put(text)
             return True
         finally:
-            if not again and self._shower.get(_SHOWING) == me:
+            try:
+                mine = not again and self._shower[_SHOWING] == me
+            except KeyError:
+                mine = False
+            if mine:
                 del self._shower[_SHOWING]
 
     def _put(self, noted: _Text) -> None:

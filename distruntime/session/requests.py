@@ -247,7 +247,12 @@ class Requests:
             raise interrupt.with_traceback(None) from None
         finally:
             if slices > 1:
-                self.announcer.stop_waiting()
+                try:
+                    self.announcer.stop_waiting()
+                except BaseException:
+                    # A signal struck, perhaps where it began. The line would say for ever that this waits.
+                    self.announcer.stop_waiting()
+                    raise
 
     def _wait_once(
         self, ready: Callable[[], bool], read: Callable[[float], None], deadline: float | None

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import cast
@@ -22,8 +23,10 @@ import distruntime as dr
 from agree import REMOTE
 from distruntime.errors import is_of_caller
 from distruntime.session.interrupts import _cut, queued_text
+from distruntime.session.output import Output
 from distruntime.session.requests import Requests
 from distruntime.session.session import active_session
+from distruntime.wire.messages import Printed
 from processes import blocked, until
 from strikes import Struck, strikes
 
@@ -188,3 +191,32 @@ def test_what_strikes_in_a_wait_for_another_reader_comes_out(number: int) -> Non
         assert requests._followers == 0 and not requests._lock._is_owned()  # type: ignore[attr-defined]
         came += strike.came
     assert came > 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM])
+def test_a_wait_that_is_struck_at_its_end_is_over(session: object, number: int) -> None:
+    """Otherwise the line would say for ever that it waits."""
+    node, requests, came = active_session().nodes[0], Requests(), 0
+    for strike in strikes(number=number):
+        left = iter([False] * 6)
+        with suppress(Struck), strike:
+            requests.wait(lambda: next(left, True), lambda _: None, None, node)  # noqa: B023
+        assert not requests.announcer.waiting and not requests.attended, strike.struck
+        came += strike.came
+    assert came > 20
+
+
+def test_what_is_shown_is_shown_by_nobody_once_it_was_struck(
+    session: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The mark of who shows would keep the pump from it."""
+    node, output, came = active_session().nodes[0], Output(lambda: None), 0
+    for strike in strikes():
+        # What was struck before it was shown is shown with the next one.
+        output.show()
+        output.note(node, Printed(1, 1, "stdout", "said\n"), None)
+        with suppress(Struck), strike:
+            output.show()
+        assert not output._shower, strike.struck
+        came += strike.came
+    assert came > 20

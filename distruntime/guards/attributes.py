@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict, deque
+from collections.abc import Container
 
 import torch
 
@@ -18,13 +19,18 @@ _GENERIC = (
     *(types.ModuleType, types.FunctionType, types.SimpleNamespace, BaseException, OrderedDict, property),
 )
 _DATA = (types.GetSetDescriptorType, types.MemberDescriptorType)
+# What two tensors may differ in that are alike in metadata, autograd's facts and attributes.
+_DIFFERENT = frozenset(
+    "_version grad_fn _base _is_view is_inference output_nr retains_grad _backward_hooks "
+    "_post_accumulate_grad_hooks".split()
+)
 
 
 class Attributes:
-    """Notes attributes that are looked up."""
+    """Notes attributes that are looked up. `brought` are the ids of a call's arguments."""
 
-    def __init__(self, notes: Notes, contents: Contents) -> None:
-        self._notes, self._contents = notes, contents
+    def __init__(self, notes: Notes, contents: Contents, brought: Container[int]) -> None:
+        self._notes, self._contents, self._brought = notes, contents, brought
 
     def read(self, owner: object, name: str, frame: types.FrameType) -> None:
         """Note that an attribute was looked up: in an object, and in its class and the bases of that."""
@@ -53,7 +59,14 @@ class Attributes:
 
     def _of_tensor(self, owner: torch.Tensor, name: str, frame: types.FrameType) -> None:
         self._notes.cls(type(owner), name)
-        if looked_up(type(owner), name) is MISSING:
+        if id(owner) in self._brought:
+            # Its dictionary is a part of its kind, and so is whether it has a gradient, if it wants one.
+            wants = owner.requires_grad and owner.is_leaf and owner.grad is None
+            if name in _DIFFERENT or (name == "grad" and not wants):
+                self._notes.unseen(f"it reads {name} of an argument", frame, owner)
+        elif name == "_version":
+            self._notes.unseen("it reads how often a tensor was written", frame, owner)
+        elif looked_up(type(owner), name) is MISSING:
             self._notes.note(
                 f"a tensor's {name}", "item", owner.__dict__, name, owner.__dict__.get(name, MISSING)
             )

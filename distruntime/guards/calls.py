@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import operator
+import string
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -14,7 +15,7 @@ from ..log.line import of_a_library
 from .anchors import Anchor
 from .arithmetic import Term
 from .attributes import Attributes
-from .contents import CONTAINERS, Contents, is_python_method
+from .contents import CONTAINERS, FIXED, VIEWS, Contents, is_python_method
 from .functions import (
     draws,
     gives_again,
@@ -28,7 +29,7 @@ from .functions import (
 )
 from .notes import Notes
 from .reachable import Reachable
-from .seen import key_of, looked_up
+from .seen import HEAP, SIMPLE, key_of, looked_up
 
 # These take an object, and read nothing in it.
 _BLIND = frozenset(
@@ -36,6 +37,9 @@ _BLIND = frozenset(
 )
 _GETTERS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
 _PICKLING = ("_pickle", "_json", "copyreg", "json", "pickle")
+# These methods of objects give what stands in their attributes and slots.
+_REDUCING = ("__reduce_ex__", "__reduce__", "__getstate__")
+_FORMATS = ("format", "format_map")
 
 
 class Calls:
@@ -71,12 +75,19 @@ class Calls:
             function = function.__func__
         self._notes.function(function)
         if isinstance(function, types.FunctionType):
-            if not is_traced(function.__code__.co_filename) and gives_again(function, arguments):
-                self._given(function, arguments, frame)
+            if not is_traced(function.__code__.co_filename):
+                if gives_again(function, arguments):
+                    self._given(function, arguments, frame)
+                # Nobody sees what this package reads in them.
+                for argument in arguments:
+                    self._contents.deep(argument, None, pins=False)
             return
         if isinstance(function, type):
             self._notes.dunders(function)
+            self._asked(function, arguments, frame)
             if _is_made_by_c(function) and id(function) not in _BLIND:
+                if not is_trusted(frame.f_code.co_filename):
+                    self._got(function, arguments, frame)
                 for argument in arguments:
                     self._contents.deep(argument, frame)
             return
@@ -111,8 +122,9 @@ class Calls:
                 self._attributes.read(arguments[0], str(arguments[1]), frame)
             return
         if id(function) in _BLIND:
-            if function is len and isinstance(arguments[0], CONTAINERS):
-                self._contents.length(arguments[0])
+            if function is len and not isinstance(arguments[0], (torch.Tensor, *FIXED)):
+                if not is_python_method(arguments[0], "__len__"):
+                    self._contents.length(arguments[0])
             self._asked(function, arguments, frame)
             return
         if gives_again(function, arguments) and (judged or len(arguments) < 2):
@@ -126,6 +138,10 @@ class Calls:
         else:
             objects = isinstance(function, _GETTERS) or type(function).__module__ in _PICKLING
             objects = objects or str(getattr(function, "__module__", "")) in _PICKLING
+            if judged:
+                self._got(function, arguments, frame)
+            if name in _REDUCING:
+                self._contents.slots(first)
             for argument in arguments:
                 deep = judged and (objects or isinstance(argument, _GETTERS))
                 self._contents.deep(argument, frame, deep, pins=not of_torch(function))
@@ -133,6 +149,46 @@ class Calls:
             self._contents.whole(warnings.filters, frame)
         elif (judged and not of_arguments(function)) or starts_thread(function):
             self._unknown(function, frame)
+
+    def entered(self, owner: object, frame: types.FrameType) -> None:
+        """Note what an object is that a `with` enters. This package's Python reads that of an autocast."""
+        self._notes.dunders(type(owner))
+        if isinstance(owner, torch.autocast):
+            self._contents.whole(vars(owner), frame)
+
+    def _got(self, function: object, arguments: tuple[object, ...], frame: types.FrameType) -> None:
+        """Note the attributes that C code reads by their names."""
+        if isinstance(function, operator.attrgetter):
+            self._by_name(function, arguments, frame)
+        hidden = any(one is getattr or one is hasattr for one in arguments)
+        for getter in (one for one in arguments if isinstance(one, operator.attrgetter)):
+            for items in (one for one in arguments if one is not getter and type(one) not in SIMPLE):
+                known = isinstance(items, (*CONTAINERS, *VIEWS, tuple, frozenset))
+                if known and isinstance(items, Iterable):
+                    self._by_name(getter, [*items], frame)
+                else:
+                    hidden = True
+        text = arguments[0] if arguments and getattr(function, "__name__", "") in _FORMATS else None
+        if isinstance(text, str):
+            hidden = hidden or any("." in field for _, field, *_ in string.Formatter().parse(text) if field)
+        if hidden:
+            self._notes.unseen(f"{name_of(function)}() reads attributes by their names", frame, None)
+
+    def _by_name(
+        self, getter: operator.attrgetter[object], owners: Iterable[object], frame: types.FrameType
+    ) -> None:
+        for owner in owners:
+            for name in getter.__reduce__()[1]:
+                now = owner
+                *outer, last = str(name).split(".")
+                for part in outer:
+                    self._attributes.read(now, part, frame)
+                    if isinstance(looked_up(type(now), part), property):
+                        # To ask it would run code of the user's once more.
+                        self._notes.unseen(f"{name_of(getter)}() asks a property", frame, None)
+                        return
+                    now = getattr(now, part, None)
+                self._attributes.read(now, last, frame)
 
     def _unknown(self, function: object, frame: types.FrameType) -> None:
         """Note that a function gives what nobody knows, unless it gives nothing."""
@@ -146,12 +202,13 @@ class Calls:
         self.then[id(frame)] = lambda gave: self._notes.reasons.pop(text, None) if gave is None else None
 
     def _asked(self, function: object, arguments: Sequence[object], frame: types.FrameType) -> None:
-        """Note what an abstract class says of an object, as another class may be registered with it."""
-        if (
-            function is isinstance
-            and type(arguments[-1]) is not type
-            and not isinstance(arguments[-1], tuple)
-        ):
+        """Note what an object's class is, and what an abstract one says of it: another may be registered."""
+        if function is not isinstance and (function is not type or len(arguments) != 1):
+            return
+        kind = type(arguments[0])
+        if kind.__flags__ & HEAP and not isinstance(arguments[0], (torch.Tensor, type)):
+            self._notes.note(f"{kind.__name__}.__class__", "attribute", arguments[0], "__class__", kind)
+        if function is isinstance and type(arguments[-1]) not in (type, tuple):
             self._given(function, tuple(arguments), frame)
 
     def _given(self, function: object, arguments: tuple[object, ...], frame: types.FrameType) -> None:

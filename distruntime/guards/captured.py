@@ -45,21 +45,18 @@ from .unchanged import (
 
 # So many things are looked at, and so many items of one of them.
 _MOST, _MOST_ITEMS = 100_000, 10_000
+# These travel by a name.
+_NAMED = (logging.Logger, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 # These are never changed, or travel by a name.
 _FIXED = (
+    *_NAMED,
     *PLAIN,
     *(range, slice, types.EllipsisType, types.NotImplementedType, types.CodeType),
     *(types.WrapperDescriptorType, types.MethodDescriptorType),
     *(types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType),
     *(numpy.generic, numpy.dtype, numpy.ufunc, re.Pattern, uuid.UUID, pathlib.PurePath),
     *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal, fractions.Fraction),
-    *(
-        logging.Logger,
-        types.GenericAlias,
-        types.UnionType,
-        torch._ops.OpOverload,
-        torch._ops.OpOverloadPacket,
-    ),
+    *(types.GenericAlias, types.UnionType),
 )
 
 
@@ -101,6 +98,12 @@ def parts(thing: object) -> list[tuple[str, object]]:
     kind = type(thing)
     held = [(f"{kind.__name__}.{name}", value) for name, value in _attributes(thing).items()]
     return [*found, *held, (kind.__name__, kind)]
+
+
+def _may_change(thing: object) -> bool:
+    """Whether a number or a text may change: it is an array's record, or has attributes by its class."""
+    of_users = type(thing).__flags__ & HEAP and not isinstance(thing, _NAMED)
+    return isinstance(thing, numpy.void) or bool(of_users and hasattr(thing, "__dict__"))
 
 
 def _attributes(thing: object) -> dict[str, object]:
@@ -183,7 +186,7 @@ class Captured:
 
     def _look(self, label: str, thing: object) -> list[tuple[str, object]]:
         """Watch a thing; return what is in it."""
-        if isinstance(thing, _FIXED) or id(thing) in self._ids:
+        if id(thing) in self._ids or (isinstance(thing, _FIXED) and not _may_change(thing)):
             return []
         self._ids[id(thing)] = thing
         if isinstance(thing, (FunctionType, type, ModuleType)):
@@ -251,6 +254,8 @@ class Captured:
                     return self._too_large(label, thing, f"an array of {thing.nbytes:,} bytes")
                 # The elements of an array of objects are looked at by themselves.
                 return test_of(lambda: (thing.tobytes(), thing.dtype, *thing.shape))
+            case numpy.void():
+                return test_of(lambda: (bytes(thing.data), thing.dtype))
             case bytearray() | array.array() | memoryview():
                 with memoryview(thing) as seen:
                     size = seen.nbytes

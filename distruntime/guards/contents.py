@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from .notes import Notes
-from .seen import MISSING, PLAIN, SIMPLE, content_of, elements_of, keys_of, looked_up
+from .seen import HEAP, MISSING, PLAIN, SIMPLE, content_of, elements_of, keys_of, looked_up
 
 CONTAINERS = (dict, list, set, deque)
 # Nothing in these changes.
@@ -23,10 +23,11 @@ _CODE = (
     *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType),
     *(types.MethodType, types.CodeType),
 )
+_BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
 VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()), types.MappingProxyType)
 # What these hold decides nothing, but for what their methods give.
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
-BUFFERS = (np.ndarray, bytearray, memoryview, mmap.mmap, ctypes.Array, ctypes.Structure)
+BUFFERS = (np.ndarray, np.void, bytearray, memoryview, mmap.mmap, ctypes.Array, ctypes.Structure)
 # C code of these modules keeps nothing in its objects that changes.
 _STEADY = frozenset(
     "operator numpy weakref torch functools re _sre datetime decimal fractions struct _struct typing types "
@@ -79,7 +80,7 @@ class Contents:
     def whole(self, owner: object, frame: types.FrameType | None = None) -> None:
         """Note all that a container holds, a buffer's bytes, or that an iterator goes on."""
         kind = type(owner)
-        if kind in FIXED or isinstance(owner, (*_CODE, *_LOCKS)):
+        if kind in FIXED or isinstance(owner, (*_CODE, *_BOUND, *_LOCKS)):
             return
         if isinstance(owner, CONTAINERS):
             self._notes.dunders(kind)
@@ -113,8 +114,13 @@ class Contents:
         for key, value in zip(keys if isinstance(owner, dict) else range(len(values)), values):
             self._notes.note(f"{kind}[{key!r:.40}]", "item", owner, key, value)
 
-    def deep(self, thing: object, frame: types.FrameType, objects: bool = False, pins: bool = True) -> None:
-        """Note all that can be reached through containers, and through objects if they count."""
+    def deep(
+        self, thing: object, frame: types.FrameType | None, objects: bool = False, pins: bool = True
+    ) -> None:
+        """Note all that can be reached through containers, and through objects if they count.
+
+        Without a frame, what nobody can see is no reason.
+        """
         if type(thing) in SIMPLE and type(thing) is not float:
             return
         todo, known = [thing], set[int]()
@@ -131,9 +137,23 @@ class Contents:
             self.whole(one, frame)
             if isinstance(one, CONTAINERS):
                 todo += one.values() if isinstance(one, dict) else one
+            elif isinstance(one, _BOUND):
+                # C code that is called by C code reads what it belongs to: `map(table.get, names)`.
+                todo.append(one.__self__)
             elif objects and not isinstance(one, (torch.Tensor, torch.nn.Module, *_CODE)):
                 space = getattr(one, "__dict__", None)
                 todo += [] if space is None else [space]
+                todo += self.slots(one)
+
+    def slots(self, owner: object) -> list[object]:
+        """Note what stands in an object's slots, and return that."""
+        found = []
+        for name, slot in ((n, v) for base in type(owner).__mro__ for n, v in list(vars(base).items())):
+            if isinstance(slot, types.MemberDescriptorType) and slot.__objclass__.__flags__ & HEAP:
+                value = getattr(owner, name, MISSING)
+                self._notes.note(f"{type(owner).__name__}.{name}", "attribute", owner, name, value)
+                found.append(value)
+        return found
 
     def buffer(self, owner: object, frame: types.FrameType | None) -> None:
         """Note the bytes of a buffer, or of a tensor of this process."""

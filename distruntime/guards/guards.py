@@ -35,7 +35,7 @@ _thing = operator.attrgetter("thing")
 _handle = operator.attrgetter("thing._handle")
 _requires_grad = operator.attrgetter("thing.requires_grad")
 # These attributes of many tensors are read by one loop in C.
-_LOOPED = ("grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_LOOPED = ("grad", "grad_fn", "_backward_hooks", "_post_accumulate_grad_hooks")
 _LOOPED_OF_ANY = ("__class__", "__dict__", "__code__", "__defaults__", "__kwdefaults__")
 _IDENTIFIER = re.compile(rf"(?!(?:{'|'.join(keyword.kwlist)})\Z)[a-zA-Z_]\w*\Z", re.ASCII).match
 # So many conditions stand in one expression: one of thousands is too deep for the compiler.
@@ -56,6 +56,10 @@ def settings() -> tuple[object, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
         torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch._C._get_sdp_priority_order(),
         len(torch.nn.modules.module._global_forward_hooks),
         len(torch.nn.modules.module._global_forward_pre_hooks),
         torch._C._autograd._top_saved_tensors_default_hooks(True),
@@ -227,7 +231,8 @@ def _to_watch(
     """Return what decides what the function does: what it has read, and the tensors that it can reach.
 
     What C code reads of a tensor (a gradient, a hook) is seen by no tracer, so all of that counts. So does
-    what stands in an object that the call itself has made: the next call may read it.
+    what this package's layers hold, and what stands in an object that the call itself has made: the next call
+    may read it.
     """
     rest = dict(reads)
     freed: dict[Key, set[object]] = {}
@@ -235,6 +240,7 @@ def _to_watch(
         if kind == "read":
             freed.setdefault(key, set()).add(index[0])  # type: ignore[arg-type]
     found = []
+    own = tuple(end for path in reach.own for end in (f"{path}.", f"{path}["))
     for key, indices in freed.items():
         one = rest.pop(key)
         if None not in indices:
@@ -247,9 +253,10 @@ def _to_watch(
         read = rest.pop(key_of(one), None)
         tensors = isinstance(one.holder, (Anchor, torch.Tensor)) or isinstance(one.held, Anchor)
         # torch's own C code reads the hooks of a tensor.
-        if read is not None or tensors or "_hooks" in one.path or id(one.owner) in made:
+        hidden = "_hooks" in one.path or one.path.startswith(own)
+        if read is not None or tensors or hidden or id(one.owner) in made:
             found.append(one)
-    return found + [one for one in rest.values() if one.held is not TENSOR]
+    return found + reach.graphs + [one for one in rest.values() if one.held is not TENSOR]
 
 
 def _elements_but(one: Seen, free: Container[object]) -> str:

@@ -31,6 +31,7 @@ _MOST, _MOST_PLAIN = 100_000, 10_000
 _SKIPPED = (types.ModuleType, logging.Logger, threading.Thread, torch.Generator, np.random.Generator)
 _SKIPPED_MODULES = ("threading", "_thread", "io", "_io", "asyncio", "weakref", "ctypes", "distruntime")
 # Objects of these rooms hold tensors as the user's own do.
+_PACKAGE = "distruntime."
 _HOLDING = "distruntime.parallel."
 
 # What torch keeps in these, and does not read while it computes.
@@ -57,12 +58,16 @@ class Reachable:
         self.seen: list[Seen] = []
         # These remote tensors were found, by id, each at its first path.
         self.tensors: dict[int, tuple[str, DistributedTensor]] = {}
+        # A write in place gives a tensor another graph. It is no state that a call leaves.
+        self.graphs: list[Seen] = []
         # This has each path of a remote tensor.
         self.paths: dict[str, DistributedTensor] = {}
         # These generators of random numbers were found.
         self.generators: list[tuple[str, Callable[[], object]]] = []
         # These tensors of this process count the steps of an optimizer, by id.
         self.steps: dict[int, torch.Tensor] = {}
+        # This package's layers and optimizers stand at these paths. Nobody sees what their Python reads.
+        self.own: list[str] = []
         self._ids: dict[int, object] = {}
         self._names: dict[str, int] = {}
         self._todo: deque[tuple[str, object]] = deque()
@@ -110,6 +115,8 @@ class Reachable:
             self.seen.append(_seen(f"{path}.grad", "attribute", tensor, "grad", grad))
             if isinstance(grad, DistributedTensor):
                 self._tensor(f"{path}.grad", grad)
+        else:
+            self._graph(path, tensor)
         if isinstance(tensor._base, DistributedTensor):
             # A view keeps it, and so does whoever holds the view.
             self._tensor(f"{path}._base", tensor._base)
@@ -127,6 +134,11 @@ class Reachable:
                 self.seen.append(_seen(self._named(f"{path}.{name}"), "attribute", tensor, name, value))
             else:
                 self._note(f"{path}.{name}", "attribute", tensor, name, value)
+        if not tensor.is_leaf:
+            self._graph(path, tensor)
+
+    def _graph(self, path: str, tensor: torch.Tensor) -> None:
+        self.graphs.append(_seen(f"{path}.grad_fn", "attribute", tensor, "grad_fn", tensor.grad_fn))
 
     def _walk(self, path: str, thing: object) -> None:
         if id(thing) in self._ids:
@@ -188,6 +200,8 @@ class Reachable:
         # Our layers and optimizers hold tensors of the user's.
         holds = isinstance(thing, torch.nn.Module) or kind.__module__.startswith(_HOLDING)
         skipped = kind.__module__.split(".")[0] in _SKIPPED_MODULES and not holds
+        if holds and kind.__module__.startswith(_PACKAGE):
+            self.own.append(path)
         if isinstance(thing, _SKIPPED) or skipped:
             own = getattr(thing, "__wrapped__", None) if kind.__module__ == _OWN else None
             if own is not None:

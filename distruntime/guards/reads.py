@@ -10,7 +10,7 @@ import decimal
 import operator
 import sys
 import types
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Container, Mapping, Set
 
 import torch
 
@@ -28,12 +28,12 @@ from .seen import MISSING
 class Reads:
     """What one call reads, as its frames tell of their instructions."""
 
-    def __init__(self, numbers: Arithmetic) -> None:
+    def __init__(self, numbers: Arithmetic, brought: Container[int]) -> None:
         self.notes = Notes(numbers)
         # The id of the frame that calls the function.
         self.base = 0
         self._contents = Contents(self.notes)
-        self._attributes = Attributes(self.notes, self._contents)
+        self._attributes = Attributes(self.notes, self._contents, brought)
         self._calls = Calls(self.notes, self._contents, self._attributes)
         # Frames that this call has begun, by place. A generator that was begun before has another one.
         self._begun: set[int] = set()
@@ -176,7 +176,7 @@ class Reads:
         self._contents.deep(operands.operand(frame, one.depth, one.number), frame)
 
     def _with(self, frame: types.FrameType, one: Reading) -> None:
-        self.notes.dunders(type(operands.operand(frame, one.depth)))
+        self._calls.entered(operands.operand(frame, one.depth), frame)
 
     def _truth(self, frame: types.FrameType, one: Reading) -> None:
         value = operands.operand(frame, one.depth)

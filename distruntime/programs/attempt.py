@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch.utils._pytree import tree_flatten
@@ -63,7 +65,9 @@ class Attempt:
         self.terms = Arithmetic(
             {k: leaf for k, leaf in enumerate(leaves) if type(leaf) is float}, self._counted
         )
-        self.reads = Reads(self.terms)
+        # What these are besides their metadata is no part of the kind of a call.
+        brought = frozenset(id(leaf) for leaf in tree_flatten((args, kwargs))[0])
+        self.reads = Reads(self.terms, brought)
         self._paths = before.by_ref()
         self._arguments = {leaf._handle.ref: k for k, leaf in reversed(tensors)}
         # These arguments are also found from the function.
@@ -77,11 +81,14 @@ class Attempt:
         self._current = current_streams.get()
         known = (*(tensor for _, tensor in before.tensors.values()), *(leaf for _, leaf in tensors))
         self._versions = [(tensor, _version(tensor)) for tensor in known]
-        self._gradients = [
-            (k, leaf, leaf.grad)
+        wanting = [
+            (k, leaf)
             for k, leaf in enumerate(tree_flatten((args, kwargs))[0])
-            if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
+        self._gradients = [(k, leaf, leaf.grad) for k, leaf in wanting if leaf.is_leaf]
+        # Arguments with a graph that each call brings anew.
+        self._graphs = [(k, leaf.grad_fn) for k, leaf in wanting if leaf.grad_fn is not None]
         # The memories of which it asks where a tensor begins in them.
         self._asked: list[object] = []
 
@@ -94,7 +101,8 @@ class Attempt:
             noting() as self._notes,
             young_cycles_end() as young,
         ):
-            result = traced(self.reads, self._called, handlers)
+            with self._graphs_looked_at():
+                result = traced(self.reads, self._called, handlers)
             found = self._found = stripped(result, self._names, self.name)
             del result
             reasons = self.reads.settle(young.ids())
@@ -103,6 +111,24 @@ class Attempt:
         # It says why each call must be recorded, if that is so.
         self.unfit = f"each call is recorded, since {reasons[0]}" if reasons else ""
         return found
+
+    @contextmanager
+    def _graphs_looked_at(self) -> Iterator[None]:
+        """Note whether a backward pass enters the graph that an argument came with."""
+
+        def note(k: int, grads: object) -> None:
+            self.reads.notes.reasons.setdefault(
+                f"it goes backward through the graph of argument {k}, and another call brings another graph. "
+                "Let the function compute the argument, or pass x.detach()",
+                None,
+            )
+
+        hooks = [graph.register_prehook(partial(note, k)) for k, graph in self._graphs]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _called(self, handlers: Handlers) -> object:
         self.reads.base = id(sys._getframe())

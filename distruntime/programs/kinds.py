@@ -6,13 +6,14 @@ A signature tells one kind of call from another: its tensors' metadata and its p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ..errors import UsageError
-from ..guards.seen import PLAIN
+from ..guards.seen import PLAIN, SIMPLE
 from ..log.line import line_text, user_line
 from ..tensors.tensor import DistributedTensor
 from .begins import Placed
@@ -29,18 +30,19 @@ def signature_of(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[l
     leaves = list(args)
     if not flat or any(not isinstance(leaf, (DistributedTensor, *PLAIN)) for leaf in leaves):
         leaves, tree = tree_flatten((args, kwargs))
-        key.append(tree)
+        key += (tree, *_kinds_of_keys(tree))
     for k, leaf in enumerate(leaves):
         layout = None if type(leaf) is DistributedTensor else layout_of(leaf)
         if layout is not None:
-            key += (layout, leaf.requires_grad)  # type: ignore[attr-defined]
+            key += (layout, *_beside(leaf))  # type: ignore[arg-type]
             leaf = local_leaf(leaf)
             leaves = [*leaves[:k], leaf, *leaves[k + 1 :]]
         if type(leaf) is DistributedTensor:
             handle = leaf._handle
             # Where it begins in its memory is no part of the kind: the batches of one tensor are alike.
             spec = handle.spec if not handle.spec.offset else handle.spec.at(0)
-            key += (spec, handle.place, leaf.requires_grad)
+            key += (spec, handle.place)
+            key += _beside(leaf)
             # Two arguments that are one tensor are one name in a recording. Two that share memory are one
             # memory in the order of streams.
             first = memories.setdefault(id(handle.storage), k)
@@ -48,11 +50,6 @@ def signature_of(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[l
                 key.append((first, _first_name(leaves, handle.ref)))
         elif type(leaf) is float:
             key.append(float)
-        elif type(leaf) is complex:
-            # 0j and -0j are equal in Python, and NaN is not equal to itself.
-            key += (complex, repr(leaf))
-        elif isinstance(leaf, PLAIN):
-            key += (type(leaf), leaf)
         elif isinstance(leaf, torch.Tensor):
             remedy = (
                 'send it first, x.to("remote")' if type(leaf) is torch.Tensor else "pass its plain tensors"
@@ -63,8 +60,48 @@ def signature_of(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[l
                 f"  called at {line_text(user_line())}\n  {remedy}"
             )
         else:
-            key.append(_Is(leaf))
+            key.append(_exactly(leaf))
     return leaves, tuple(key)
+
+
+def _exactly(value: object) -> object:
+    """Return what tells a value from others that Python may call equal to it."""
+    kind = type(value)
+    if isinstance(value, (float, complex)) and (kind in SIMPLE or not hasattr(value, "__dict__")):
+        # 0.0 and -0.0 are equal in Python, and NaN is not equal to itself.
+        return kind, (float if isinstance(value, float) else complex).__repr__(value)
+    # An object of a class of the user's may have attributes, and what is equal to it may have others.
+    plain = kind in SIMPLE or (isinstance(value, PLAIN) and not hasattr(value, "__dict__"))
+    return (kind, value) if plain else _Is(value)
+
+
+# Each tensor of these classes has these in its dictionary.
+_OWN = ("_handle", "_local_tensor", "_spec")
+
+
+def _beside(tensor: torch.Tensor) -> list[object]:
+    """Return what a function may read of an argument besides its metadata: autograd's facts, attributes."""
+    wants = tensor.requires_grad
+    found: list[object] = [wants]
+    if wants:
+        leaf = tensor.is_leaf
+        found += (leaf, leaf and tensor.grad is None)
+        for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks):
+            found += map(_Is, (hooks or {}).values())
+    space = tensor.__dict__
+    if len(space) > 1:
+        found += ((name, _exactly(value)) for name, value in space.items() if name not in _OWN)
+    return found
+
+
+def _kinds_of_keys(tree: TreeSpec) -> Iterator[object]:
+    """Give the classes of keys in dictionaries: a tree calls 1, 1.0 and True the same key."""
+    if tree.type is not None and issubclass(tree.type, dict):
+        # That of a `defaultdict` begins with what makes its values.
+        keys = tree.context[1] if issubclass(tree.type, defaultdict) else tree.context
+        yield from (_exactly(key) for key in keys if type(key) is not str)
+    for child in tree.children():
+        yield from _kinds_of_keys(child)
 
 
 def _first_name(leaves: Sequence[object], ref: int) -> int:

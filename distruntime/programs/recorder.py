@@ -60,9 +60,10 @@ _FUNCTIONS = (
 _PLACED = ("aten::as_strided", "aten::set_")
 # By a float of these, torch has decided something here: how large a result is, or by which operators it
 # comes about. Nobody knows what operators of other packages decide. The list comes from a look through all
-# operators of torch 2.13 that take a float and are made of others.
+# operators of torch 2.13 that take a float and are made of others, or whose gradient is.
 _DECIDES = re.compile(
     r"aten::(arange|range|_?upsample|native_dropout|bernoulli|rrelu|_?cdist|_pdist|norm\.|linalg_vector_norm|"
+    r"dist(\.|$)|pow\.Tensor_Scalar|pow_\.Scalar|renorm|_foreach_norm|_foreach_pow|"
     r"\w*attention)|(?!aten::|distruntime::)"
 ).match
 

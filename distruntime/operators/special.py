@@ -100,6 +100,15 @@ def _tensor_split(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], k
     return func.decompose(*args, **kwargs) if "tensor" in func._overloadname else NotImplemented
 
 
+def _by_a_number(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    # A number decides whether it returns its operand, or how large its result is, and is no part of a call's
+    # signature. It comes here in inference mode only. The formulas in Python copy, or round otherwise.
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite):
+        return NotImplemented
+    return func._op_dk(composite, *args, **kwargs)
+
+
 def _make_dual(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     # It comes here in inference mode only. There nothing has a tangent, and torch returns the primal alone.
     return torch.ops.aten.alias.default(args[0])
@@ -184,6 +193,17 @@ SPECIAL: dict[str, Special] = {
     "aten::tensor_split": _tensor_split,
     **dict.fromkeys(
         ("aten::alpha_dropout", "aten::feature_dropout", "aten::feature_alpha_dropout"), _decompose
+    ),
+    **dict.fromkeys(
+        (
+            *("aten::dropout", "aten::upsample_linear1d", "aten::upsample_bilinear2d"),
+            *("aten::upsample_nearest1d", "aten::upsample_nearest2d", "aten::upsample_nearest3d"),
+            *("aten::_upsample_nearest_exact1d", "aten::_upsample_nearest_exact2d"),
+            *("aten::_upsample_nearest_exact3d", "aten::upsample_trilinear3d", "aten::upsample_bicubic2d"),
+            *("aten::_upsample_bilinear2d_aa", "aten::_upsample_bicubic2d_aa"),
+            "aten::_upsample_lanczos2d_aa",
+        ),
+        _by_a_number,
     ),
     "aten::_local_scalar_dense": _item,
     "aten::_efficientzerotensor": _zeros,

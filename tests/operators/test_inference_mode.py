@@ -200,3 +200,30 @@ def test_what_only_the_parts_of_an_operator_can_tell(name: str) -> None:
             expected, found = tree_leaves(WHOLE[name](x)), tree_leaves(WHOLE[name](x.to("remote")))
             assert all(t.device.type == "remote" for t in found)
             assert [t.tolist() for t in found] == [t.tolist() for t in expected]
+
+
+@pytest.mark.parametrize("order", [(0.0, 0.5, 1.0), (0.5, 0.0, 1.0)])
+def test_a_number_decides_whether_dropout_returns_its_operand(order: tuple[float, ...]) -> None:
+    found: dict[str, list[Any]] = {}
+    for device in ("cpu", "remote"):
+        torch.manual_seed(0)
+        x, results = torch.ones(64, device=device), []
+        with torch.inference_mode():
+            for p in order:
+                y = F.dropout(x, p, training=True)
+                results += [y.tolist(), y is x]
+                y.mul_(3)
+                results.append(x.tolist())
+        found[device] = results
+    assert found["remote"] == found["cpu"]
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
+def test_a_number_decides_how_large_an_upsampled_result_is(mode: str) -> None:
+    x = torch.rand(1, 1, 4, 4)
+    there = x.to("remote")
+    with torch.inference_mode():
+        for scale in (1.5, 1.5, 2.0, 1.5):
+            found = F.interpolate(there, scale_factor=scale, mode=mode)
+            expected = F.interpolate(x, scale_factor=scale, mode=mode)
+            assert found.shape == expected.shape and torch.equal(found.cpu(), expected)

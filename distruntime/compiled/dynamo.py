@@ -9,6 +9,7 @@ import functools
 import importlib
 import re
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -188,6 +189,11 @@ def _take_proxies(module: ModuleType) -> None:
             module.install_guard(number.make_guard(module.GuardBuilder.EQUALS_MATCH))
             return module.ConstantVariable.create(value.device)
         if type(value) is DistributedTensor and is_own(self.tx.output.compiler_fn):
+            stands = self.source.guard_source
+            # Before torch 2.12 it is a method.
+            if not (stands() if callable(stands) else stands).is_unspecialized_nn_module():
+                # A parameter is of the same class, so the guard on that does not tell them apart.
+                self.install_guards(partial(module.GuardBuilder.HASATTR, attr="_is_param"))
             return self.wrap_tensor(value)
         return wrap(self, value)
 

@@ -775,3 +775,12 @@ def test_a_recording_does_not_keep_the_stream_that_it_was_made_on() -> None:
         numbers.add(stream.number)
         del stream
     assert len(numbers) == 1
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_parameter_is_told_from_a_tensor_that_wants_a_gradient(first: bool) -> None:
+    function = compiled(lambda x: x * 2 if isinstance(x, nn.Parameter) else x * 3)
+    for is_parameter in (first, not first, first):
+        x = x_at()[0].clone()
+        given = nn.Parameter(x) if is_parameter else x.requires_grad_()
+        assert function(given).tolist() == (x.detach() * (2 if is_parameter else 3)).tolist()

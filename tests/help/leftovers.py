@@ -19,9 +19,10 @@ from processes import until
 # So many seconds processes have to end that are just ending.
 _PATIENCE = 30.0
 _SHARED = Path("/dev/shm")
-# These are not ours. torch keeps there what it has compiled for later processes of this user, and torchrun
-# keeps the logs of its ranks. Python's multiprocessing leaves its folder where a test has killed the process.
-_OTHERS = ("torchinductor_", "torchelastic_", "pymp-")
+# These are not ours. torch keeps there what it has compiled for later processes of this user. torchrun keeps
+# the logs of its ranks, and Ray those of its sessions. Python's multiprocessing and Open MPI leave their
+# folders where a test has killed the process.
+_OTHERS = ("torchinductor_", "torchelastic_", "ray", "pymp-", "ompi.")
 
 
 class Leftovers:

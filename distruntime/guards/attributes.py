@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict, deque
-from collections.abc import Container
+from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
 
@@ -19,17 +20,26 @@ _GENERIC = (
     *(types.ModuleType, types.FunctionType, types.SimpleNamespace, BaseException, OrderedDict, property),
 )
 _DATA = (types.GetSetDescriptorType, types.MemberDescriptorType)
+# Each tensor has these in its dictionary.
+_OWN = ("_handle", "_local_tensor", "_spec")
 # What two tensors may differ in that are alike in metadata, autograd's facts and attributes.
 _DIFFERENT = frozenset(
     "_version grad_fn _base _is_view is_inference output_nr retains_grad _backward_hooks "
-    "_post_accumulate_grad_hooks".split()
+    "_post_accumulate_grad_hooks grad_dtype".split()
 )
 
 
-class Attributes:
-    """Notes attributes that are looked up. `brought` are the ids of a call's arguments."""
+class Brought(NamedTuple):
+    """The ids of a call's arguments, and the names of what was read in the dictionary of one, in order."""
 
-    def __init__(self, notes: Notes, contents: Contents, brought: Container[int]) -> None:
+    ids: Collection[int]
+    names: dict[str, None]
+
+
+class Attributes:
+    """Notes attributes that are looked up."""
+
+    def __init__(self, notes: Notes, contents: Contents, brought: Brought) -> None:
         self._notes, self._contents, self._brought = notes, contents, brought
 
     def read(self, owner: object, name: str, frame: types.FrameType) -> None:
@@ -51,7 +61,7 @@ class Attributes:
         elif isinstance(owner, types.MethodType):
             self.read(owner.__func__, name, frame)
         elif getattr(kind.__getattribute__, "__objclass__", None) in _GENERIC:
-            self._of_object(owner, name, frame)
+            self.of_object(owner, name, frame)
         elif isinstance(kind.__getattribute__, types.FunctionType):
             self._notes.cls(kind, "__getattribute__")
         else:
@@ -59,10 +69,14 @@ class Attributes:
 
     def _of_tensor(self, owner: torch.Tensor, name: str, frame: types.FrameType) -> None:
         self._notes.cls(type(owner), name)
-        if id(owner) in self._brought:
-            # Its dictionary is a part of its kind, and so is whether it has a gradient, if it wants one.
+        if id(owner) in self._brought.ids:
+            # A kind knows whether it has a gradient, if it wants one, and its plain attributes.
             wants = owner.requires_grad and owner.is_leaf and owner.grad is None
-            if name in _DIFFERENT or (name == "grad" and not wants):
+            there = owner.__dict__.get(name, MISSING)
+            if name not in _OWN and (there is not MISSING or looked_up(type(owner), name) is MISSING):
+                self._brought.names[name] = None
+            hidden = there is not MISSING and not isinstance(there, PLAIN) and name not in _OWN
+            if hidden or name in _DIFFERENT or (name == "grad" and not wants):
                 self._notes.unseen(f"it reads {name} of an argument", frame, owner)
         elif name == "_version":
             self._notes.unseen("it reads how often a tensor was written", frame, owner)
@@ -72,7 +86,8 @@ class Attributes:
             )
         self._contents.buffer(owner, frame)
 
-    def _of_object(self, owner: object, name: str, frame: types.FrameType) -> None:
+    def of_object(self, owner: object, name: str, frame: types.FrameType) -> None:
+        """Note what stands under a name in an object, and in its class."""
         kind = type(owner)
         self._notes.cls(kind, name)
         self._notes.dunders(kind)

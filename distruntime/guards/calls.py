@@ -29,7 +29,7 @@ from .functions import (
 )
 from .notes import Notes
 from .reachable import Reachable
-from .seen import HEAP, SIMPLE, key_of, looked_up
+from .seen import HEAP, SIMPLE, elements_of, key_of, keys_of, looked_up
 
 # These take an object, and read nothing in it.
 _BLIND = frozenset(
@@ -37,7 +37,7 @@ _BLIND = frozenset(
 )
 _GETTERS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
 _PICKLING = ("_pickle", "_json", "copyreg", "json", "pickle")
-# These methods of objects give what stands in their attributes and slots.
+# These methods of objects give what stands in their slots. Who reads their dictionaries is seen.
 _REDUCING = ("__reduce_ex__", "__reduce__", "__getstate__")
 _FORMATS = ("format", "format_map")
 
@@ -85,6 +85,10 @@ class Calls:
         if isinstance(function, type):
             self._notes.dunders(function)
             self._asked(function, arguments, frame)
+            made = looked_up(function, "__init__")
+            if isinstance(made, types.FunctionType) and not is_traced(made.__code__.co_filename):
+                for argument in arguments:
+                    self._contents.deep(argument, None, pins=False)
             if _is_made_by_c(function) and id(function) not in _BLIND:
                 if not is_trusted(frame.f_code.co_filename):
                     self._got(function, arguments, frame)
@@ -120,6 +124,10 @@ class Calls:
         if function is getattr or function is hasattr:
             if len(arguments) > 1:
                 self._attributes.read(arguments[0], str(arguments[1]), frame)
+            return
+        if name == "__getattribute__" and len(arguments) == 2:
+            # A class with its own hands on to this one.
+            self._attributes.of_object(arguments[0], str(arguments[1]), frame)
             return
         if id(function) in _BLIND:
             if function is len and not isinstance(arguments[0], (torch.Tensor, *FIXED)):
@@ -163,14 +171,17 @@ class Calls:
         hidden = any(one is getattr or one is hasattr for one in arguments)
         for getter in (one for one in arguments if isinstance(one, operator.attrgetter)):
             for items in (one for one in arguments if one is not getter and type(one) not in SIMPLE):
-                known = isinstance(items, (*CONTAINERS, *VIEWS, tuple, frozenset))
-                if known and isinstance(items, Iterable):
-                    self._by_name(getter, [*items], frame)
+                if isinstance(items, dict):
+                    self._by_name(getter, [*keys_of(items)], frame)
+                elif isinstance(items, CONTAINERS):
+                    self._by_name(getter, [*elements_of(items)], frame)
+                elif isinstance(items, VIEWS) or type(items) in (tuple, frozenset):
+                    self._by_name(getter, [*items], frame)  # type: ignore[misc]
                 else:
                     hidden = True
-        text = arguments[0] if arguments and getattr(function, "__name__", "") in _FORMATS else None
-        if isinstance(text, str):
-            hidden = hidden or any("." in field for _, field, *_ in string.Formatter().parse(text) if field)
+        texts = str in (getattr(function, "__objclass__", None), type(getattr(function, "__self__", None)))
+        if texts and getattr(function, "__name__", "") in _FORMATS:
+            hidden = hidden or _names_attributes(str(arguments[0]))
         if hidden:
             self._notes.unseen(f"{name_of(function)}() reads attributes by their names", frame, None)
 
@@ -205,11 +216,15 @@ class Calls:
         """Note what an object's class is, and what an abstract one says of it: another may be registered."""
         if function is not isinstance and (function is not type or len(arguments) != 1):
             return
-        kind = type(arguments[0])
-        if kind.__flags__ & HEAP and not isinstance(arguments[0], (torch.Tensor, type)):
-            self._notes.note(f"{kind.__name__}.__class__", "attribute", arguments[0], "__class__", kind)
+        self.class_of(arguments[0])
         if function is isinstance and type(arguments[-1]) not in (type, tuple):
             self._given(function, tuple(arguments), frame)
+
+    def class_of(self, owner: object) -> None:
+        """Note what the class of an object is: it may get another one."""
+        kind = type(owner)
+        if kind.__flags__ & HEAP and not isinstance(owner, (torch.Tensor, type)):
+            self._notes.note(f"{kind.__name__}.__class__", "attribute", owner, "__class__", kind)
 
     def _given(self, function: object, arguments: tuple[object, ...], frame: types.FrameType) -> None:
         """Note what a function gives that may be called again at each call."""
@@ -220,6 +235,15 @@ class Calls:
             function = getattr(type(arguments[0]), str(getattr(function, "__name__", "")), function)
         path = f"{name_of(function)}()"
         self.then[id(frame)] = lambda result: self._notes.note(path, "given", function, arguments, result)
+
+
+def _names_attributes(text: str) -> bool:
+    """Whether a text for `str.format` reads attributes: "{0.lr}", and "{0:{1.width}}"."""
+    return any(
+        "." in field or (spec and "{" in spec and _names_attributes(spec))
+        for _, field, spec, _ in string.Formatter().parse(text)
+        if field is not None
+    )
 
 
 def _answers(function: functools._lru_cache_wrapper[object]) -> str:

@@ -93,6 +93,12 @@ class Contents:
             return
         elif hasattr(kind, "__next__") and not isinstance(kind.__next__, types.FunctionType):
             self._notes.unseen(f"it goes on with {kind.__name__!r} that was begun before", frame, owner)
+        elif isinstance(owner, (types.SimpleNamespace, BaseException)):
+            # C code compares and prints them.
+            self._notes.dunders(kind)
+            self._items(vars(owner))
+            if isinstance(owner, BaseException):
+                self._notes.note(f"{kind.__name__}.args", "attribute", owner, "args", owner.args)
         elif _is_python(owner):
             self._notes.dunders(kind)
         elif kind.__module__.split(".")[0] not in _STEADY and (kind.__hash__ is None or gc.is_tracked(owner)):
@@ -140,6 +146,8 @@ class Contents:
             elif isinstance(one, _BOUND):
                 # C code that is called by C code reads what it belongs to: `map(table.get, names)`.
                 todo.append(one.__self__)
+            elif isinstance(one, functools.partial):
+                todo += (one.func, one.args, one.keywords)
             elif objects and not isinstance(one, (torch.Tensor, torch.nn.Module, *_CODE)):
                 space = getattr(one, "__dict__", None)
                 todo += [] if space is None else [space]
@@ -149,7 +157,9 @@ class Contents:
         """Note what stands in an object's slots, and return that."""
         found = []
         for name, slot in ((n, v) for base in type(owner).__mro__ for n, v in list(vars(base).items())):
-            if isinstance(slot, types.MemberDescriptorType) and slot.__objclass__.__flags__ & HEAP:
+            own = isinstance(slot, types.MemberDescriptorType) and slot.__objclass__.__flags__ & HEAP
+            # A property of a class below it may stand in its place.
+            if own and looked_up(type(owner), name) is slot:
                 value = getattr(owner, name, MISSING)
                 self._notes.note(f"{type(owner).__name__}.{name}", "attribute", owner, name, value)
                 found.append(value)

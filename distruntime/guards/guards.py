@@ -240,7 +240,6 @@ def _to_watch(
         if kind == "read":
             freed.setdefault(key, set()).add(index[0])  # type: ignore[arg-type]
     found = []
-    own = tuple(end for path in reach.own for end in (f"{path}.", f"{path}["))
     for key, indices in freed.items():
         one = rest.pop(key)
         if None not in indices:
@@ -253,8 +252,9 @@ def _to_watch(
         read = rest.pop(key_of(one), None)
         tensors = isinstance(one.holder, (Anchor, torch.Tensor)) or isinstance(one.held, Anchor)
         # torch's own C code reads the hooks of a tensor.
-        hidden = "_hooks" in one.path or one.path.startswith(own)
-        if read is not None or tensors or hidden or id(one.owner) in made:
+        if read is not None or tensors or "_hooks" in one.path or id(one.owner) in made:
+            found.append(one)
+        elif reach.own and reach.hidden(one.path):
             found.append(one)
     return found + reach.graphs + [one for one in rest.values() if one.held is not TENSOR]
 

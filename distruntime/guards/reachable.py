@@ -23,6 +23,7 @@ from ..tensors.tensor import DistributedTensor
 from ..tensors.uneven import UnevenTensor
 from .anchors import anchored
 from .codes import once
+from .own_code import PACKAGE
 from .seen import PLAIN, Seen
 
 # So many things are looked at. A list with more plain values than the second counts by its length.
@@ -31,7 +32,6 @@ _MOST, _MOST_PLAIN = 100_000, 10_000
 _SKIPPED = (types.ModuleType, logging.Logger, threading.Thread, torch.Generator, np.random.Generator)
 _SKIPPED_MODULES = ("threading", "_thread", "io", "_io", "asyncio", "weakref", "ctypes", "distruntime")
 # Objects of these rooms hold tensors as the user's own do.
-_PACKAGE = "distruntime."
 _HOLDING = "distruntime.parallel."
 
 # What torch keeps in these, and does not read while it computes.
@@ -66,8 +66,10 @@ class Reachable:
         self.generators: list[tuple[str, Callable[[], object]]] = []
         # These tensors of this process count the steps of an optimizer, by id.
         self.steps: dict[int, torch.Tensor] = {}
-        # This package's layers and optimizers stand at these paths. Nobody sees what their Python reads.
+        # This package's layers and optimizers stand at these paths: nobody sees what their Python reads. And
+        # objects of the user's classes: their Python is looked at.
         self.own: list[str] = []
+        self.users: list[str] = []
         self._ids: dict[int, object] = {}
         self._names: dict[str, int] = {}
         self._todo: deque[tuple[str, object]] = deque()
@@ -78,6 +80,13 @@ class Reachable:
                 self._todo.append((path, root))
         while self._todo and len(self._ids) < _MOST:
             self._walk(*self._todo.popleft())
+
+    def hidden(self, path: str) -> bool:
+        """Whether Python that nobody looks at reads what stands at a path."""
+        within = [len(one) for one in self.own if path.startswith((f"{one}.", f"{one}["))]
+        if not within:
+            return False
+        return max(within) > max((len(one) for one in self.users if path.startswith(f"{one}.")), default=-1)
 
     def by_ref(self) -> dict[int, str]:
         """Return the path of each remote tensor by its ref."""
@@ -138,7 +147,9 @@ class Reachable:
             self._graph(path, tensor)
 
     def _graph(self, path: str, tensor: torch.Tensor) -> None:
-        self.graphs.append(_seen(f"{path}.grad_fn", "attribute", tensor, "grad_fn", tensor.grad_fn))
+        # torch makes that of a view of a leaf anew when the leaf is written. It can get no other one.
+        if tensor._base is None or not tensor._base.is_leaf:
+            self.graphs.append(_seen(f"{path}.grad_fn", "attribute", tensor, "grad_fn", tensor.grad_fn))
 
     def _walk(self, path: str, thing: object) -> None:
         if id(thing) in self._ids:
@@ -200,8 +211,10 @@ class Reachable:
         # Our layers and optimizers hold tensors of the user's.
         holds = isinstance(thing, torch.nn.Module) or kind.__module__.startswith(_HOLDING)
         skipped = kind.__module__.split(".")[0] in _SKIPPED_MODULES and not holds
-        if holds and kind.__module__.startswith(_PACKAGE):
+        if holds and kind.__module__.startswith(PACKAGE):
             self.own.append(path)
+        elif self.own and _of_user(kind):
+            self.users.append(path)
         if isinstance(thing, _SKIPPED) or skipped:
             own = getattr(thing, "__wrapped__", None) if kind.__module__ == _OWN else None
             if own is not None:
@@ -290,6 +303,15 @@ class Reachable:
         for name in attributes:
             if name in space and not isinstance(space[name], types.ModuleType):
                 self._note(f"{path}.{name}", "item", space, name, space[name])
+
+
+def _of_user(kind: type) -> bool:
+    """Whether a class has functions of the user's."""
+    functions = (value for base in kind.__mro__ for value in vars(base).values())
+    return any(
+        isinstance(one, types.FunctionType) and not of_a_library(one.__code__.co_filename)
+        for one in functions
+    )
 
 
 _OWN = f"{__name__.partition('.')[0]}.programs.program"

@@ -10,14 +10,14 @@ import decimal
 import operator
 import sys
 import types
-from collections.abc import Callable, Container, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 
 import torch
 
 from ..log.tape import recorded
 from . import operands
 from .arithmetic import Arithmetic, operator_of
-from .attributes import Attributes
+from .attributes import Attributes, Brought
 from .calls import Calls
 from .contents import CONTAINERS, FIXED, Contents
 from .instructions import Reading
@@ -28,7 +28,7 @@ from .seen import MISSING
 class Reads:
     """What one call reads, as its frames tell of their instructions."""
 
-    def __init__(self, numbers: Arithmetic, brought: Container[int]) -> None:
+    def __init__(self, numbers: Arithmetic, brought: Brought) -> None:
         self.notes = Notes(numbers)
         # The id of the frame that calls the function.
         self.base = 0
@@ -97,6 +97,7 @@ class Reads:
         if not isinstance(kind, type):
             return
         matches = isinstance(owner, kind)
+        self._calls.class_of(owner)
         # An abstract class may be told of another one.
         if type(kind) is not type and not isinstance(owner, torch.Tensor):
             self.notes.note("isinstance()", "given", isinstance, (owner, kind), matches)

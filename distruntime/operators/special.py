@@ -102,7 +102,8 @@ def _tensor_split(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], k
 
 def _by_a_number(cls: type, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     # A number decides whether it returns its operand, or how large its result is, and is no part of a call's
-    # signature. It comes here in inference mode only. The formulas in Python copy, or round otherwise.
+    # signature. Such overloads come here in inference mode only. The formulas in Python copy, or round
+    # otherwise.
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     if not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite):
         return NotImplemented

@@ -9,8 +9,10 @@ from functools import partial
 
 import torch
 from torch.utils._pytree import tree_flatten
+from torch.utils.hooks import RemovableHandle
 
 from ..guards.arithmetic import Arithmetic
+from ..guards.attributes import Brought
 from ..guards.reachable import Reachable
 from ..guards.reads import Reads
 from ..guards.seen import PLAIN
@@ -27,7 +29,7 @@ from .carried import kinds_found, renewed_kinds
 from .handlers import Handlers
 from .recorder import record, taping
 from .recording import Name
-from .returned import Stripped, dressed, handle_of, local_leaf, returned_from, stripped
+from .returned import Stripped, dressed, handle_of, has_hooks, local_leaf, returned_from, stripped
 from .run import Run, replaced, require_unchanged, state_behind, unsteady
 from .side_effects import LocalDraws, watched, young_cycles_end
 
@@ -42,6 +44,7 @@ class Attempt:
         args: tuple[object, ...],
         kwargs: dict[str, object],
         leaves: list[object],
+        names: dict[str, None],
     ) -> None:
         """Look at what stands there before the call."""
         self.name, self.leaves = name, leaves
@@ -65,9 +68,8 @@ class Attempt:
         self.terms = Arithmetic(
             {k: leaf for k, leaf in enumerate(leaves) if type(leaf) is float}, self._counted
         )
-        # What these are besides their metadata is no part of the kind of a call.
-        brought = frozenset(id(leaf) for leaf in tree_flatten((args, kwargs))[0])
-        self.reads = Reads(self.terms, brought)
+        given = tree_flatten((args, kwargs))[0]
+        self.reads = Reads(self.terms, Brought(frozenset(map(id, given)), names))
         self._paths = before.by_ref()
         self._arguments = {leaf._handle.ref: k for k, leaf in reversed(tensors)}
         # These arguments are also found from the function.
@@ -82,13 +84,12 @@ class Attempt:
         known = (*(tensor for _, tensor in before.tensors.values()), *(leaf for _, leaf in tensors))
         self._versions = [(tensor, _version(tensor)) for tensor in known]
         wanting = [
-            (k, leaf)
-            for k, leaf in enumerate(tree_flatten((args, kwargs))[0])
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            (k, leaf) for k, leaf in enumerate(given) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
+        self._hooked = [k for k, leaf in wanting if has_hooks(leaf)]
         self._gradients = [(k, leaf, leaf.grad) for k, leaf in wanting if leaf.is_leaf]
         # Arguments with a graph that each call brings anew.
-        self._graphs = [(k, leaf.grad_fn) for k, leaf in wanting if leaf.grad_fn is not None]
+        self._graphs = [(k, leaf, leaf.grad_fn) for k, leaf in wanting]
         # The memories of which it asks where a tensor begins in them.
         self._asked: list[object] = []
 
@@ -107,7 +108,8 @@ class Attempt:
             del result
             reasons = self.reads.settle(young.ids())
         drawn = self._draws.used()
-        reasons = [*([drawn] if drawn else ()), *reasons, *young.reasons]
+        hooked = [f"argument {k} has hooks, and another one may have others" for k in self._hooked]
+        reasons = [*([drawn] if drawn else ()), *reasons, *hooked, *young.reasons]
         # It says why each call must be recorded, if that is so.
         self.unfit = f"each call is recorded, since {reasons[0]}" if reasons else ""
         return found
@@ -123,8 +125,11 @@ class Attempt:
                 None,
             )
 
-        hooks = [graph.register_prehook(partial(note, k)) for k, graph in self._graphs]
+        hooks: list[RemovableHandle] = []
         try:
+            for k, _, graph in self._graphs:
+                if graph is not None:
+                    hooks.append(graph.register_prehook(partial(note, k)))
             yield
         finally:
             for hook in hooks:
@@ -145,7 +150,7 @@ class Attempt:
         try:
             self._require_plain()
             recording = record(self._tapes, self._notes, self._names, first, self._current)
-            recording.unfit = self.unfit or recording.unfit
+            recording.unfit = self.unfit or self._another_graph() or recording.unfit
             changed = self.reads.notes.renew()
             steps = {key: tensor for key, (tensor, was) in self._counted.items() if tensor.item() == was + 1}
             after = self.after = Reachable(self._roots)
@@ -197,6 +202,15 @@ class Attempt:
                     f"leave a gradient in argument {k}, as a replay's argument is another tensor",
                     "return torch.autograd.grad(loss, x), or let the function name the parameter itself",
                 )
+
+    def _another_graph(self) -> str:
+        """Say what has got another graph by a write in place, which no replay would give it."""
+        held = [(one.path, one.owner, one.value) for one in self.before.graphs]
+        given = [(f"argument {k}", leaf, graph) for k, leaf, graph in self._graphs]
+        for path, tensor, graph in (*held, *given):
+            if tensor.grad_fn is not graph:  # type: ignore[attr-defined]
+                return f"each call is recorded, since it writes {path} in place, which has a graph"
+        return ""
 
     def asks_for_begins(self) -> bool:
         """Whether the call has asked where an argument begins in its memory."""

@@ -1,29 +1,35 @@
 """What a program knows of each kind of call: its signature, the recordings, the plans, and how they have
 fared.
 
-A signature tells one kind of call from another: its tensors' metadata and its plain values.
+A signature tells one kind of call from another: its tensors' metadata, autograd's facts about them, and its
+plain values.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ..errors import UsageError
-from ..guards.seen import PLAIN, SIMPLE
+from ..guards.seen import MISSING, PLAIN, SIMPLE
 from ..log.line import line_text, user_line
 from ..tensors.tensor import DistributedTensor
 from .begins import Placed
 from .plan import Plan, Tries
-from .returned import layout_of, local_leaf
+from .returned import has_hooks, layout_of, local_leaf
 from .run import Run
 
 
-def signature_of(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[object], object]:
-    """Return the leaves of a call's arguments, and what tells this kind of call from others."""
+def signature_of(
+    args: tuple[object, ...], kwargs: dict[str, object], names: Collection[str]
+) -> tuple[list[object], object]:
+    """Return the leaves of a call's arguments, and what tells this kind of call from others.
+
+    `names` are those of tensors' attributes that are a part of it.
+    """
     flat = not kwargs
     key: list[object] = []
     memories: dict[int, int] = {}
@@ -34,7 +40,7 @@ def signature_of(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[l
     for k, leaf in enumerate(leaves):
         layout = None if type(leaf) is DistributedTensor else layout_of(leaf)
         if layout is not None:
-            key += (layout, *_beside(leaf))  # type: ignore[arg-type]
+            key += (layout, *_beside(leaf, names))  # type: ignore[arg-type]
             leaf = local_leaf(leaf)
             leaves = [*leaves[:k], leaf, *leaves[k + 1 :]]
         if type(leaf) is DistributedTensor:
@@ -42,7 +48,7 @@ def signature_of(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[l
             # Where it begins in its memory is no part of the kind: the batches of one tensor are alike.
             spec = handle.spec if not handle.spec.offset else handle.spec.at(0)
             key += (spec, handle.place)
-            key += _beside(leaf)
+            key += _beside(leaf, names)
             # Two arguments that are one tensor are one name in a recording. Two that share memory are one
             # memory in the order of streams.
             first = memories.setdefault(id(handle.storage), k)
@@ -67,30 +73,29 @@ def signature_of(args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[l
 def _exactly(value: object) -> object:
     """Return what tells a value from others that Python may call equal to it."""
     kind = type(value)
-    if isinstance(value, (float, complex)) and (kind in SIMPLE or not hasattr(value, "__dict__")):
+    # What is equal to an object with attributes may have others.
+    if kind not in SIMPLE and (not isinstance(value, PLAIN) or getattr(value, "__dict__", None)):
+        return _Is(value)
+    if isinstance(value, (float, complex)):
         # 0.0 and -0.0 are equal in Python, and NaN is not equal to itself.
         return kind, (float if isinstance(value, float) else complex).__repr__(value)
-    # An object of a class of the user's may have attributes, and what is equal to it may have others.
-    plain = kind in SIMPLE or (isinstance(value, PLAIN) and not hasattr(value, "__dict__"))
-    return (kind, value) if plain else _Is(value)
+    return kind, value
 
 
-# Each tensor of these classes has these in its dictionary.
-_OWN = ("_handle", "_local_tensor", "_spec")
+def _beside(tensor: torch.Tensor, names: Collection[str]) -> list[object]:
+    """Return what decides about an argument besides its metadata: autograd's facts, and attributes.
 
-
-def _beside(tensor: torch.Tensor) -> list[object]:
-    """Return what a function may read of an argument besides its metadata: autograd's facts, attributes."""
+    `names` are those of the attributes that this program has read. Those of other values than plain ones are
+    a reason to record.
+    """
     wants = tensor.requires_grad
     found: list[object] = [wants]
     if wants:
         leaf = tensor.is_leaf
-        found += (leaf, leaf and tensor.grad is None)
-        for hooks in (tensor._backward_hooks, tensor._post_accumulate_grad_hooks):
-            found += map(_Is, (hooks or {}).values())
-    space = tensor.__dict__
-    if len(space) > 1:
-        found += ((name, _exactly(value)) for name, value in space.items() if name not in _OWN)
+        found += (leaf, leaf and tensor.grad is None, has_hooks(tensor))
+    for name in names:
+        value = tensor.__dict__.get(name, MISSING)
+        found.append(_exactly(value) if isinstance(value, PLAIN) else value is MISSING)
     return found
 
 
@@ -99,9 +104,15 @@ def _kinds_of_keys(tree: TreeSpec) -> Iterator[object]:
     if tree.type is not None and issubclass(tree.type, dict):
         # That of a `defaultdict` begins with what makes its values.
         keys = tree.context[1] if issubclass(tree.type, defaultdict) else tree.context
-        yield from (_exactly(key) for key in keys if type(key) is not str)
+        yield from (_kind_of_key(key) for key in keys if type(key) is not str)
     for child in tree.children():
         yield from _kinds_of_keys(child)
+
+
+def _kind_of_key(key: object) -> object:
+    if isinstance(key, (tuple, frozenset)):
+        return type(key), *map(_kind_of_key, key)
+    return (float, repr(key)) if type(key) is float else type(key)
 
 
 def _first_name(leaves: Sequence[object], ref: int) -> int:
@@ -132,6 +143,8 @@ class Kinds:
     """The kinds of calls of one program, by signature."""
 
     def __init__(self) -> None:
+        # The function has read attributes of these names of its arguments.
+        self.names: dict[str, None] = {}
         self.plans: dict[object, list[Plan]] = {}
         self.runs: dict[object, list[Run]] = {}
         # These depend on where their arguments begin in their memory: each place is a kind of its own.

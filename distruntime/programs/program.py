@@ -86,7 +86,7 @@ class Program(Generic[P, R]):
             raise
 
     def _call(self, args: tuple[object, ...], kwargs: dict[str, object]) -> R:
-        leaves, signature = signature_of(args, kwargs)
+        leaves, signature = signature_of(args, kwargs, self._kinds.names)
         turns, plainly = self._turns, False
         with turns.lock:
             if turns.recorder is None:
@@ -195,7 +195,7 @@ class Program(Generic[P, R]):
         self.why = "it was the first call of its kind" if first else why
         drain_checks(active_session())
         handlers.begin()
-        attempt = Attempt(self._name, self._fn, args, kwargs, leaves)
+        attempt = Attempt(self._name, self._fn, args, kwargs, leaves, self._kinds.names)
         found = attempt.call(first, lenient, handlers)
         self.why = attempt.unfit or self.why
         try:

@@ -109,6 +109,11 @@ class Stripped:
     layouts: list[Layout]
 
 
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a backward pass runs functions of the user's at this tensor."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
 def layout_of(leaf: object) -> Layout:
     """Return what a DTensor on a mesh is besides the tensor of its members; None of anything else."""
     if type(leaf) is DistributedTensor or not isinstance(local_of(leaf), DistributedTensor):

@@ -107,6 +107,65 @@ def test_how_often_a_held_tensor_was_written(session: object) -> None:
     _agrees(lambda x: x * w._version, lambda: (_ones(),), change=lambda: w.add_(0), replays=False)
 
 
+def test_a_tensor_that_the_function_gives_another_graph(session: object) -> None:
+    w = _ones(wants=True)
+    y, expected = w * 2, w * 2
+
+    def twice(of: torch.Tensor) -> torch.Tensor:
+        of.mul_(2)
+        return torch.autograd.grad(of.sum(), w, retain_graph=True)[0]
+
+    program: Any = dr.program(lambda: twice(y))
+    for _ in range(5):
+        assert program().tolist() == twice(expected).tolist()
+    given: Any = dr.program(lambda x: x.mul_(2).detach() + 0)
+    for _ in range(5):
+        z = w * 3
+        given(z)
+        assert torch.autograd.grad(z.sum(), w)[0].tolist() == [6.0, 6.0]
+
+
+def test_what_no_step_reads_lets_it_be_replayed(session: object) -> None:
+    """Attributes of a batch, a counter of a wrapped module, a view of a parameter, and a key made anew."""
+    program: Any = dr.program(lambda x: x * 2)
+    for k in range(8):
+        program(*_with(_ones(), path=f"{k}.png", mask=_ones(k), number=k))
+    assert program.replays == 6
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.step = torch.nn.Linear(2, 2), 0
+
+        def forward(self, x: Any) -> Any:
+            return self.inner(x)
+
+    wrapped: Any = dr.parallel.DataParallel(Net(), dr.init_device_mesh("cpu", (2,)))
+    rows = torch.ones(4, 2).to(REMOTE)
+    passed: Any = dr.program(lambda x: wrapped(x).detach())
+    for k in range(8):
+        wrapped.module.step = k
+        passed(rows)
+    assert passed.replays >= 5, passed.why
+
+    weight = torch.nn.Parameter(torch.eye(2).to(REMOTE))
+    tied, optimizer = weight.t(), torch.optim.SGD([weight], lr=0.1)
+
+    def step(x: Any) -> None:
+        optimizer.zero_grad()
+        (x @ tied).sum().backward()
+        optimizer.step()
+
+    trained: Any = dr.program(step)
+    for _ in range(8):
+        trained(rows)
+    assert trained.replays >= 5, trained.why
+    keyed: Any = dr.program(lambda table: next(iter(table.values())) * 2)
+    for k in range(8):
+        keyed({("a", k - k): _ones()})
+    assert keyed.replays == 6, keyed.why
+
+
 def test_a_held_tensor_that_gets_another_graph(session: object) -> None:
     w = _ones(wants=True)
     y = w * 2
@@ -200,6 +259,16 @@ class Slots:
         self.scale = scale
 
 
+class Reader:
+    """An object that looks its attributes up itself."""
+
+    def __init__(self) -> None:
+        self.scale = 2
+
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__(name)
+
+
 class A:
     """A class that an object may lose."""
 
@@ -214,7 +283,8 @@ def _c_reads() -> dict[str, tuple[Callable[[Any], Any], Callable[[], object]]]:
     module, slots, text, thing = torch.nn.Sequential(torch.nn.ReLU()), Slots(2), bytearray(b"ab"), A()
     setattr(module[0], "scale", 2)  # noqa: B010
     scale, found = operator.attrgetter("scale"), operator.attrgetter("0.scale")
-    view = table.keys()
+    view, part, reader = table.keys(), functools.partial(operator.getitem, table), Reader()
+    other, error = SimpleNamespace(scale=2), ValueError(2)
 
     def set_scale(owner: object) -> Callable[[], object]:
         return lambda: setattr(owner, "scale", 7)
@@ -237,8 +307,16 @@ def _c_reads() -> dict[str, tuple[Callable[[Any], Any], Callable[[], object]]]:
         "attrgetter of slots": (lambda x: x * scale(slots), set_scale(slots)),
         "attrgetter as a key": (lambda x: x * max(objects, key=scale).scale, set_scale(objects[0])),
         "attrgetter in a map": (lambda x: x * sum(map(scale, [slots])), set_scale(slots)),
-        "format": (lambda x: x * int(f"{slots.scale}"), set_scale(slots)),
+        "format": (lambda x: x * int("{.scale}".format(slots)), set_scale(slots)),  # noqa: UP032
+        "nested format": (
+            lambda x: x * "{1:{0.scale}}".format(slots, 1).count(" "),
+            set_scale(slots),
+        ),
         "copy of slots": (lambda x: x * _copied(slots), set_scale(slots)),
+        "map of a partial": (lambda x: x * sum(map(part, ["a", "b"])), lambda: table.update(a=10)),
+        "its own __getattribute__": (lambda x: x * reader.scale, set_scale(reader)),
+        "comparison in C": (lambda x: x * (2 if objects[0] == other else 7), set_scale(objects[0])),
+        "text of an error": (lambda x: x * int(str(error)), lambda: setattr(error, "args", (7,))),
         "length of a buffer": (lambda x: x * len(text), lambda: text.extend(b"c")),
         "length of a view": (lambda x: x * len(view), lambda: table.update(c=3)),
         "class of an object": (

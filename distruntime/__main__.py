@@ -10,11 +10,13 @@ import code
 import gc
 import importlib
 import importlib.util
+import io
 import os
 import re
 import runpy
 import signal
 import sys
+import types
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -120,6 +122,7 @@ def _repl(options: argparse.Namespace) -> int:
         session = _begin(options)
     except DistruntimeError as error:
         return _failed(error)
+    importlib.import_module(".cluster.connect", __package__).lend_to_script()
     torch, distruntime = importlib.import_module("torch"), importlib.import_module(__package__)
     names = {"torch": torch, "dr": distruntime, "session": session}
     try:
@@ -142,13 +145,9 @@ def _repl(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     """Run a script or a module as Python would, in a session that ends with it."""
-    # With torchrun's flags it may be a program, and those who run it look for it.
-    if not options.torchrun and not options.module and not os.path.exists(options.script):
-        print(
-            f"got the script {options.script!r}, and there is no such file here ({os.getcwd()}). "
-            "Name a script of Python, or -m and a module",
-            file=sys.stderr,
-        )
+    missing = _missing(options)
+    if missing:
+        print(missing, file=sys.stderr)
         return 2
     distruntime = importlib.import_module(__package__)
     # An address of ssh's may have commas in its options.
@@ -161,7 +160,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         session = distruntime.init_master_worker(
             backend="zmq",
-            world_size=options.world_size or (None if addresses or _has_workers() else 1),
+            world_size=_world_size(options, addresses, 1),
             workers=addresses,
             session=options.session,
             resume="auto" if options.session else False,
@@ -173,6 +172,7 @@ def _run(options: argparse.Namespace) -> int:
         )
     except DistruntimeError as error:
         return _failed(error)
+    importlib.import_module(".cluster.connect", __package__).lend_to_script()
     # What was imported stays, and nothing of the script's is there yet. So each later collection passes over
     # torch, as does the last one: a script that does nothing ends 0.8 s sooner (2026-11, 2 cores).
     gc.freeze()
@@ -187,11 +187,11 @@ def _run(options: argparse.Namespace) -> int:
         if options.module:
             runpy.run_module(options.script, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(options.script, run_name="__main__")
+            _run_file(options.script)
     finally:
         found = importlib.import_module(".cluster.as_cuda", __package__).summary()
         try:
-            if options.session:
+            if options.session and distruntime.is_initialized():
                 session.detach()
             else:
                 session.shutdown(raise_unread=sys.exc_info()[0] is None)
@@ -201,12 +201,58 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _run_file(script: str) -> None:
+    """Run a script as Python's main module, whose file is a whole path, also after a change of the folder."""
+    path = os.path.abspath(script)
+    if os.path.isdir(path) or path.endswith((".zip", ".pyz")):
+        runpy.run_path(path, run_name="__main__")
+        return
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec")
+    main = types.ModuleType("__main__")
+    main.__file__ = path
+    sys.modules["__main__"] = main
+    exec(code, vars(main))
+
+
+def _missing(options: argparse.Namespace) -> str:
+    """Say that there is no such script or module, or return nothing. Import nothing."""
+    # With torchrun's flags it may be a program, and those who run it look for it.
+    if options.torchrun:
+        return ""
+    here = f"({os.getcwd()})"
+    if options.module:
+        before = list(sys.path)
+        sys.path.insert(0, "")
+        try:
+            first = options.script.partition(".")[0]
+            found = first != "" and importlib.util.find_spec(first) is not None
+        finally:
+            sys.path[:] = before
+        text = f"got -m {options.script}, and there is no such module here {here}"
+    else:
+        found = os.path.exists(options.script)
+        text = (
+            f"got the script {options.script!r}, and there is no such file here {here}. Name a script of "
+            "Python, or -m and a module"
+        )
+    return "" if found else text
+
+
 def _tell_of_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an error as Python does for a script: its traceback begins in the script."""
     ours = str(Path(__file__).parent) + os.sep, "<frozen runpy>", runpy.__file__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
         trace = trace.tb_next
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+
+def _world_size(options: argparse.Namespace, addresses: list[str] | None, usual: int) -> int | None:
+    """Return how many workers are started, or None where they are there, or somebody else starts them."""
+    if options.world_size is None and not addresses and not _has_workers():
+        return usual
+    size: int | None = options.world_size
+    return size
 
 
 def _expect_workers() -> None:
@@ -237,7 +283,7 @@ def _torchrun(options: argparse.Namespace, addresses: list[str] | None) -> int:
         _, most = torchrun.nodes_of(options.torchrun)
         session = distruntime.init_master_worker(
             backend="zmq",
-            world_size=options.world_size or (None if addresses or _has_workers() else most),
+            world_size=_world_size(options, addresses, most),
             workers=addresses,
             key=options.key,
             insecure=options.insecure,

@@ -110,17 +110,17 @@ def _add_simulated(parser: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"got {value}, expected 0 or more")
-    return value
+    return _at_least(0, text)
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {value}, expected 1 or more")
-    return value
+    return _at_least(1, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    if not text.lstrip("-").isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"got {text}, expected {least} or more")
+    return int(text)
 
 
 # These are torchrun's flags, and whether a value follows. A run with one of them is a run of torchrun.

@@ -89,13 +89,16 @@ def launch(options: argparse.Namespace) -> int:
             raise ConfigurationError(
                 "got no script to run: distruntime launch -n 4 train.py, or `repl` for a prompt"
             )
+        found = None
+        if not (options.mpi or options.ray or options.hosts is not None or options.hostfile is not None):
+            found = slurm.allocation(workers=options.count)
+        _require_used(options, in_slurm=found is not None or options.slurm)
         if options.mpi:
             return _be_a_rank(options, words)
         if options.hosts is not None or options.hostfile is not None:
             return _on_hosts(options, words)
         if options.ray:
             return _on_ray(options, words)
-        found = slurm.allocation(workers=options.count)
         if found is not None:
             return _in_allocation(options, words, found)
         if options.slurm:
@@ -107,6 +110,18 @@ def launch(options: argparse.Namespace) -> int:
     except DistruntimeError as error:
         print(f"distruntime launch: {error}", file=sys.stderr)
         return 2
+
+
+def _require_used(options: argparse.Namespace, *, in_slurm: bool) -> None:
+    """Raise `ConfigurationError` for an option of another way to start workers: it would do nothing."""
+    for option, value, way, taken in (
+        ("--requeue", options.requeue, "--slurm", in_slurm),
+        ("--meet", options.meet, "--mpi", options.mpi),
+        ("--master", options.master, "--mpi", options.mpi),
+        ("--gpus", options.gpus, "--ray", options.ray),
+    ):
+        if value and not taken:
+            raise ConfigurationError(f"got {option} without {way}, where it would do nothing: leave it out")
 
 
 def _say(text: str) -> None:

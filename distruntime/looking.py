@@ -251,6 +251,11 @@ def _addresses(options: argparse.Namespace) -> list[str]:
     if named:
         return named
     wanted = getattr(options, "session", None)
+    if wanted is not None and wanted not in (have := [entry.name for entry in _noted()]):
+        raise ConfigurationError(
+            f"there is no session {wanted!r} noted here: "
+            + (f"there are {', '.join(map(repr, have))}" if have else "none is")
+        )
     found = _listening([entry for entry in _noted() if wanted in (None, entry.name)])
     if not found:
         raise ConfigurationError(

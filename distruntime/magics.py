@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Protocol
@@ -72,6 +73,17 @@ def _context(words: list[str], shell: Shell) -> AbstractContextManager[object]:
     )
 
 
+_AWAITS = (ast.Await, ast.AsyncFor, ast.AsyncWith)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+def _outside_functions(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    for one in nodes:
+        yield one
+        if not isinstance(one, _FUNCTIONS):
+            yield from _outside_functions(ast.iter_child_nodes(one))
+
+
 def _run(cell: str, shell: Shell) -> object:
     """Run a cell in the user's namespace; return the value of its last expression, which IPython shows."""
     # The cell's first line is the magic's own, and a traceback counts it.
@@ -84,6 +96,12 @@ def _run(cell: str, shell: Shell) -> object:
     last = (
         body.pop() if body and isinstance(body[-1], ast.Expr) and not source.rstrip().endswith(";") else None
     )
+    found = _outside_functions([*body, *([last] if last else [])])
+    if any(isinstance(one, _AWAITS) or getattr(one, "is_async", False) for one in found):
+        raise UsageError(
+            "got a cell with await, async for or async with, which %%on does not run: leave %%on out, and "
+            "write `with dr.on(1):` around what is to be there"
+        )
     statements: CodeType = compile(ast.Module(body, []), name, "exec")
     exec(statements, shell.user_ns)
     if last is None:

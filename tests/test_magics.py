@@ -71,3 +71,12 @@ def test_a_semicolon_hides_the_value(shell: Any) -> None:
     found = shell.run_cell("%%on 0\ntorch.ones(3);")
     found.raise_error()
     assert found.result is None
+
+
+@pytest.mark.parametrize("cell", ["await later()", "x = [y async for y in z]", "async with a: pass"])
+def test_a_cell_that_awaits_says_what_to_write(shell: Any, cell: str) -> None:
+    found = shell.run_cell(f"%%on 1\n{cell}")
+    with pytest.raises(dr.errors.UsageError, match=r"got a cell with await.*`with dr.on\(1\):`"):
+        found.raise_error()
+    # A function may be made there.
+    shell.run_cell(f"%%on 1\nasync def f():\n    {cell}").raise_error()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 from ..collectives.data_channels import Choice
@@ -188,12 +188,26 @@ def settled(arguments: Arguments) -> Arguments:
     return found
 
 
-def differing(got: Arguments, expected: Arguments) -> list[str]:
-    """Return what differs, as "world_size: got 3, expected 2"."""
+def said(given: Arguments, begun: Arguments) -> frozenset[str]:
+    """Return the names of the arguments that say something of a session, as a call without them would not.
+
+    A take-over that is asked for is there if the session was `begun` with one, and each GPU if with all.
+    """
+    found = {
+        name for name, value in given.items() if value not in (None, False) and value not in ("auto", "zmq")
+    }
+    asked, there = str(given["as_cuda"] or ""), str(begun["as_cuda"] or "")
+    if there and ("all" in asked) <= ("all" in there):
+        found.discard("as_cuda")
+    return frozenset(found - {"timeout"})
+
+
+def differing(got: Arguments, expected: Arguments, names: Container[str]) -> list[str]:
+    """Return what differs in the arguments of these names, as "world_size: got 3, expected 2"."""
     return [
         f"{name}: got {_shown(got[name])}, expected {_shown(expected[name])}"
         for name in got
-        if not _equal(got[name], expected[name])
+        if name in names and not _equal(got[name], expected[name])
     ]
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -33,7 +33,7 @@ from ..wire.deadlines import CONNECT, DIAL, GRACE, KEEP, UNREACHABLE
 from ..wire.descriptors import raise_limit
 from ..wire.scratch import sweep
 from ..wire.shared import warm_malloc
-from .arguments import WORLD_SIZE, Arguments, check, differing, launched, settled
+from .arguments import WORLD_SIZE, Arguments, check, differing, launched, said, settled
 from .arrivals import SessionOptions
 from .as_cuda import require_free, take_over
 from .assemble import attach, attached, gather_at, is_older, resume_entry, start
@@ -48,6 +48,8 @@ class _Begun:
 
     session: Session
     arguments: Arguments
+    # A command has begun it for a script or a prompt, which asks for it in words of its own.
+    for_script: bool = False
 
 
 _begun: list[_Begun] = []
@@ -164,7 +166,7 @@ def init_master_worker(
     )
     arguments = settled({**given, "session": name})
     if is_initialized():
-        return _again(arguments)
+        return _again(arguments, given)
     if as_cuda:
         require_free(as_cuda)
     raise_limit()
@@ -246,10 +248,17 @@ def _forget(session: inner.Session) -> None:
         _begun.clear()
 
 
-def _again(arguments: Arguments) -> Session:
+def lend_to_script() -> None:
+    """Let what a command runs get the session by arguments that leave things open."""
+    _begun[0] = replace(_begun[0], for_script=True)
+
+
+def _again(arguments: Arguments, given: Arguments) -> Session:
     """Return the session that is open, if these arguments are those that it was begun with."""
     begun = _begun[0]
-    different = differing(arguments, begun.arguments)
+    different = differing(
+        arguments, begun.arguments, said(given, begun.arguments) if begun.for_script else arguments
+    )
     if different:
         named = begun.arguments["session"] is not None
         raise UsageError(

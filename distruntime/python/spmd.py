@@ -142,6 +142,8 @@ class _Team:
     ) -> object:
         """Issue a call; return its result. Block where only the workers can tell what it is."""
         session_of_log(self.log).require_open()
+        # A part that is issued before the lost one would fail for itself.
+        self.log.require_alive()
         packed, given = pack(args, kwargs)
         require_python(self.log, name, code.pickled, packed)
         operands, wants = self._operands(name, given)

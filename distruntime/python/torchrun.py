@@ -36,6 +36,8 @@ _LOOK = 0.1
 _GRACE = 5.0
 # A script's folder that travels has so many bytes at most.
 _MOST = 1 << 26
+# Agents of torchrun pass these on to their ranks.
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _ASIDE = frozenset({"__pycache__", "node_modules", "venv"})
 
 
@@ -58,7 +60,11 @@ def run_script(flags: Sequence[tuple[str, str]], script: str, arguments: Sequenc
     if any(name == "--standalone" for name, _ in flags) and len(nodes) > 1:
         raise UsageError(f"got --standalone and {len(nodes)} workers: leave it out, or give one worker")
     if not least <= len(nodes) <= most and any(name == "--nnodes" for name, _ in flags):
-        raise UsageError(f"got --nnodes {least}:{most} and {len(nodes)} workers: expected one node a worker")
+        asked = f"{least}:{most}" if least != most else str(most)
+        raise UsageError(
+            f"got --nnodes {asked} and {len(nodes)} workers: a node of torchrun's is a worker here. Leave "
+            "--world-size out, or give the number of nodes there"
+        )
     groups_of(active_session()).meeting.require_routes(
         [node.index for node in nodes], "a script under torchrun"
     )
@@ -229,7 +235,9 @@ def _signals() -> Iterator[list[int]]:
     def note(number: int, _: FrameType | None) -> None:
         came.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    # Who has started this with `nohup` wants it to outlive the terminal.
+    ended_by = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in ended_by}
     try:
         yield came
     finally:

@@ -220,11 +220,11 @@ class Announcer:
         """Note that this thread has stopped waiting, and take the line away. A second call does nothing."""
         with shield:
             wait = self._waits.pop(threading.get_ident(), None)
-            # The end of an upload takes its own bar away.
-            if self._shown and not self._waits and not self._works and not self.uploads:
-                with self._lock:
-                    if wait is not None:
-                        self._finish(f"waited {time.monotonic() - wait.started:.1f} s for {wait.node}")
+        # The end of an upload takes its own bar away. A screen may be slow, so Ctrl-C ends this.
+        if self._shown and not self._waits and not self._works and not self.uploads:
+            with self._lock:
+                if wait is not None:
+                    self._finish(f"waited {time.monotonic() - wait.started:.1f} s for {wait.node}")
 
     @contextmanager
     def working(self, what: str, total: int, there: Callable[[], int]) -> Iterator[None]:
@@ -275,10 +275,19 @@ class Announcer:
             # What has just ended must not be shown after its line was taken away. A wait may have begun since
             # then, and an upload's bar is not about that.
             uploading = text.startswith("uploading")
-            goes_on = bool(self.uploads or (not uploading and (self._waits or self._works)))
-            if text != self._shown and due and goes_on:
-                on.show(text)
+            if text != self._shown and due:
+                before = self._on, self._shown, self._shown_at
+                # Who stops waiting from here on sees it, and waits for the lock to take it away.
                 self._on, self._shown, self._shown_at = on, text, now
+                shown = False
+                try:
+                    if self.uploads or (not uploading and (self._waits or self._works)):
+                        on.show(text)
+                        shown = True
+                finally:
+                    # A screen that has gone raises.
+                    if not shown:
+                        self._on, self._shown, self._shown_at = before
 
     def _text(self, on: Screen, now: float) -> tuple[float, str]:
         """Return what there is to say, and since when it is so."""

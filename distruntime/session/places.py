@@ -109,9 +109,10 @@ class Places:
         """Return the names of a node's devices; raise `PlacementError` if there is no such node."""
         if isinstance(node, bool) or not isinstance(node, int) or not 0 <= node < len(self._nodes):
             have = ", ".join(str(n.index) for n in self._nodes)
-            if not isinstance(node, (int, str)):
+            if isinstance(node, bool) or not isinstance(node, int):
                 raise PlacementError(
-                    f"a node is named by its number, 0 to {len(self._nodes) - 1}, or by a place; got {node!r}"
+                    f"a node is named by its number, 0 to {len(self._nodes) - 1}, or by a place; got "
+                    f'{node!r}. A device stands behind the number: dr.place(0, "cpu")'
                 )
             raise PlacementError(
                 f"there is no node {node!r}: this session has node{'s' if len(self._nodes) > 1 else ''} "

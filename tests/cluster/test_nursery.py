@@ -418,6 +418,27 @@ def test_an_idle_nursery_ends() -> None:
             control.send(b"{}")
 
 
+@pytest.mark.slow(reason="starts a program that imports torch, 3 s")
+def test_a_nursery_that_has_ended_is_woken_by_nothing() -> None:
+    """A worker's end would write into a socket that is closed, or into another one of its number."""
+    code = (
+        "import os, signal; from distruntime_worker import nursery; "
+        "print(nursery.main([str(os.getppid())]), signal.set_wakeup_fd(-1))"
+    )
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.close()
+    with theirs:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            stdin=theirs,
+            capture_output=True,
+            text=True,
+            timeout=STARTING,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(PATH), "OMP_NUM_THREADS": "1"},
+        )
+    assert done.stdout == "0 -1\n", done.stderr
+
+
 @pytest.mark.slow(reason="starts nurseries, 5 s")
 def test_a_nursery_that_takes_no_request_any_more_is_replaced(master: Master) -> None:
     """An idle one refuses the next request and is still ending: on a busy machine that takes a while."""

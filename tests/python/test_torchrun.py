@@ -161,7 +161,7 @@ def test_bad_input_is_told(session: Any, script: str) -> None:
         torchrun.run_script(flags("--nnodes 2"), script + "x", [], False)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_all_ranks(
     session: Any, nurseries: None, script: str, tmp_path: Path, number: int
 ) -> None:

@@ -286,6 +286,33 @@ def test_the_bar_of_an_upload_that_has_just_ended_is_not_shown_again(
     assert recorder.texts == recorder.ends == []
 
 
+def test_a_wait_that_ends_while_its_line_is_shown_takes_it_away(
+    session: object, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A notebook would keep the line: a display takes long."""
+    announcer, showing, on = Announcer(), threading.Event(), threading.Event()
+
+    def show(text: str) -> None:
+        showing.set()
+        on.wait(60)
+        recorder.texts.append(text)
+
+    monkeypatch.setattr(recorder, "show", show)
+    monkeypatch.setattr(announcer, "_text", lambda screen, now: (now - 10, "waiting for node 0"))
+    announcer.start_waiting(active_session().nodes[0])
+    shower = threading.Thread(target=announcer.show)
+    # It goes on once the wait is over.
+    other = threading.Thread(target=lambda: (until(lambda: not announcer.waiting), on.set()))
+    shower.start()
+    assert showing.wait(60)
+    other.start()
+    announcer.stop_waiting()
+    for thread in (shower, other):
+        thread.join()
+    assert recorder.texts == ["waiting for node 0"] and len(recorder.ends) == 1 and not announcer._shown
+    assert recorder.ends[0].startswith("waited ")
+
+
 def test_an_announcer_without_a_session_says_nothing(recorder: Recorder) -> None:
     announcer = Announcer()
     announcer.show()

@@ -341,7 +341,7 @@ def test_places_are_values() -> None:
         (lambda: dr.on(0, 7), "no device 'cuda:7'"), (lambda: dr.set_place(5), "no node 5"), (lambda: at(CPU0).to("cuda:9"), "no device 'cuda:9'"),
         (lambda: at(CPU0).to(node=3), "no node 3"), (lambda: at(CPU0).cuda(4), "no device 'cuda:4'"), (lambda: dr.factories.FloatTensor(1, device=3), "no device 'cuda:3'"),
         (lambda: torch.zeros(1, device="remote:99"), "remote:99"), (lambda: dr.factories.FloatTensor(1, device="cuda:2"), "no device 'cuda:2'"),
-        (lambda: dr.device("tpu:0"), "tpu"), (lambda: dr.device(1.5), "1.5"), (lambda: dr.node("a"), "no node 'a'"), (lambda: dr.node(True), "no node True"),
+        (lambda: dr.device("tpu:0"), "tpu"), (lambda: dr.device(1.5), "1.5"), (lambda: dr.node("a"), "is named by its number, 0 to 1, or by a place; got 'a'"), (lambda: dr.node(True), "is named by its number, 0 to 1, or by a place; got True"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_is_a_placement_error(use: Callable[[], Any], text: str) -> None:

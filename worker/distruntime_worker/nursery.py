@@ -252,8 +252,11 @@ def _spawned(request: Request) -> subprocess.Popen[bytes]:
 def main(arguments: Sequence[str]) -> int:
     """Serve the master with this process id, over the socket that standard input is; return the exit code."""
     control = socket.socket(fileno=0)
-    request = Nursery(control, int(arguments[0])).serve()
+    nursery = Nursery(control, int(arguments[0]))
+    request = nursery.serve()
     if request is None:
+        # A worker that ends from here on must not wake a socket that is closed, or another's of its number.
+        signal.set_wakeup_fd(-1)
         return 0
     leave(run_worker(request.arguments))
 

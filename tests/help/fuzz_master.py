@@ -48,7 +48,7 @@ from processes import pause
 # After so many seconds the relay hangs up, whatever the master still waits for.
 _ATTACK = 1.5
 # A master may take so many seconds for a round.
-_ROUND = 40.0
+_ROUND = 120.0
 _DEVICES = ("cpu", "cuda:0")
 # A line of the master's begins with this where it answers.
 _ANSWER = "answer: "

@@ -70,6 +70,8 @@ def test_each_busy_node_has_a_line(session: object) -> None:
     with blocked(dr.default_stream(0)):
         y = [x + k for k in range(20)]
         first, last = queued_text(active_session()).splitlines()
+        # A worker that answers in time says what it runs.
+        until(lambda: re.search(r" queued, .+ runs\n", queued_text(active_session())))
     assert re.fullmatch(r"node 0 \(.+\): [12]\d operations queued(, .+ runs)?", first), first
     assert last == "They run on. dr.cancel() drops those that have not begun."
     assert y[-1].tolist() == [20, 20, 20]

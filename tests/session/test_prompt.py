@@ -149,7 +149,7 @@ def repl() -> Iterator[Terminal]:
 # The line that says what is waited for may be erased once more, a moment after Ctrl-C.
 ERASED = r"(?:\r?\x1b\[K)*"
 QUEUED = (
-    r"node 0 \(.+\): [\d,]+ operations queued, aten\.mm runs\n"
+    r"node 0 \(.+\): [\d,]+ operations queued(?:, aten\.mm runs)?\n"
     r"They run on\. dr\.cancel\(\) drops those that have not begun\.\n"
 )
 # This issues a minute's work at once.

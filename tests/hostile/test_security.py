@@ -542,10 +542,10 @@ WRITES = {"Pickler", "dumps", "pickle", "_slotnames"}
 CALLS = {"eval", "exec", "compile", "__import__"}
 # guards.py compiles a test of its own words: tests/programs/test_traps.py tries names that are code.
 # unchanged.py compiles numbers and names that are quoted.
-# magics.py runs the cell that the user has typed.
+# magics.py runs the cell that the user has typed, and __main__.py the script that the user names.
 COMPILES = (
     *(ROOT / "distruntime/guards/guards.py", ROOT / "distruntime/guards/unchanged.py"),
-    ROOT / "distruntime/magics.py",
+    *(ROOT / "distruntime/magics.py", ROOT / "distruntime/__main__.py"),
 )
 
 

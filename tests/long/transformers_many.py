@@ -498,9 +498,8 @@ def _child(model_types: Sequence[str], out: Connection) -> None:
     with dr.init_master_worker():
         for model_type in model_types:
             out.send(_verdict(model_type))
-            if any(
-                node.state != "ready" for node in dr.nodes()
-            ):  # it took its worker with it: the next one gets new workers
+            # It took its worker with it: the next one gets new workers.
+            if any(node.state not in ("ready", "busy") for node in dr.nodes()):
                 return
 
 

@@ -7,7 +7,6 @@ together.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -21,6 +20,7 @@ from ..errors import NotSupportedError, PlacementError
 from .attention import attention
 from .each_member import home_of
 from .torch_fsdp import replace
+from .torch_world import around
 
 _tensor: Any = tensor
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
@@ -40,26 +40,30 @@ def _check_buffers(module: ModuleType) -> None:
     replace("context_parallel", _of_buffers_there(own.context_parallel))
 
 
-def _of_buffers_there(context_parallel: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(context_parallel)
-    def choose(mesh: Any, *, buffers: Sequence[torch.Tensor] | None = None, **kwargs: Any) -> Any:
-        home, module = getattr(mesh, "_home", None), sys.modules.get(_MODULE)
-        if home is not None and not all(hasattr(module, name) for name in _NEEDED):
-            raise NotSupportedError(
-                f"context_parallel of torch {torch.__version__} is not the one that distruntime knows. "
-                "dr.lines.attention(mesh.lines(dim), q, k, v, is_causal=True) is attention over parts of a "
-                "sequence, without it"
+@around
+def _of_buffers_there(
+    context_parallel: Callable[..., Any],
+    /,
+    mesh: Any,
+    *,
+    buffers: Sequence[torch.Tensor] | None = None,
+    **kwargs: Any,
+) -> Any:
+    home, module = getattr(mesh, "_home", None), sys.modules.get(_MODULE)
+    if home is not None and not all(hasattr(module, name) for name in _NEEDED):
+        raise NotSupportedError(
+            f"context_parallel of torch {torch.__version__} is not the one that distruntime knows. "
+            "dr.lines.attention(mesh.lines(dim), q, k, v, is_causal=True) is attention over parts of a "
+            "sequence, without it"
+        )
+    for t in (buffers or ()) if home is not None else ():
+        if home_of(t) is not home:
+            where = getattr(t, "place", t.device)
+            raise PlacementError(
+                "context_parallel cuts its buffers in place, so that each member has its part; one of "
+                f"shape {tuple(t.shape)} is on {where}. Give it to all members before: x.to(mesh.device)"
             )
-        for t in (buffers or ()) if home is not None else ():
-            if home_of(t) is not home:
-                where = getattr(t, "place", t.device)
-                raise PlacementError(
-                    "context_parallel cuts its buffers in place, so that each member has its part; one of "
-                    f"shape {tuple(t.shape)} is on {where}. Give it to all members before: x.to(mesh.device)"
-                )
-        return context_parallel(mesh, buffers=None if buffers is None else list(buffers), **kwargs)
-
-    return choose
+    return context_parallel(mesh, buffers=None if buffers is None else list(buffers), **kwargs)
 
 
 def in_parts(

@@ -33,7 +33,7 @@ from ..tensors.uneven import UnevenTensor, varying_int
 from . import torch_collectives, torch_context, torch_fsdp, torch_operators, torch_ranks
 from .each_member import cut, home_of, largest, per_member, run_for_each
 from .torch_fsdp import replace
-from .torch_world import noting, placing
+from .torch_world import around, noting, placing
 from .varying import varies, varying
 
 _tensor: Any = torch.distributed.tensor
@@ -123,74 +123,58 @@ def _wrap_marked(owner: ModuleType | type) -> None:
         raise AttributeError(f"no function of {owner.__name__} is marked maybe_run_for_local_tensor")
 
 
-def _joined(concatenate: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _joined(concatenate: Callable[..., Any], /, device_mesh_list: Any) -> Any:
     """FSDP2 joins its dimension and that of tensor parallelism to one mesh.
 
     A plain mesh of torch's would give every member the first one's part of what is cut along it.
     """
-
-    @functools.wraps(concatenate)
-    def choose(device_mesh_list: Any) -> Any:
-        made = concatenate(device_mesh_list)
-        if all(hasattr(mesh, "_home") for mesh in device_mesh_list):
-            made = device_mesh_list[0]._joined(device_mesh_list[1:], made)
-        return made
-
-    return choose
+    made = concatenate(device_mesh_list)
+    if all(hasattr(mesh, "_home") for mesh in device_mesh_list):
+        made = device_mesh_list[0]._joined(device_mesh_list[1:], made)
+    return made
 
 
-def _same_members(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+@around
+def _same_members(equal: Callable[[Any, Any], bool], /, one: Any, other: Any) -> bool:
     """torch takes meshes of equal ranks for equal, and remembers the results of operators by mesh.
 
     Two meshes of ours with equal ranks have other members, or belong to sessions of which one has ended.
     """
-
-    @functools.wraps(equal)
-    def choose(one: Any, other: Any) -> bool:
-        if one is other:
-            return True
-        if not isinstance(other, _device_mesh.DeviceMesh):
-            return False
-        mine, theirs = (getattr(mesh._get_root_mesh(), "_mesh_log", None) for mesh in (one, other))
-        return mine is theirs and equal(one, other)
-
-    return choose
+    if one is other:
+        return True
+    if not isinstance(other, _device_mesh.DeviceMesh):
+        return False
+    mine, theirs = (getattr(mesh._get_root_mesh(), "_mesh_log", None) for mesh in (one, other))
+    return mine is theirs and equal(one, other)
 
 
-def _nowhere(propagate: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _nowhere(propagate: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """torch puts fakes on the current place, but remembers what their operators return for any place.
 
     What returns nothing needs no fakes. Fused optimizers with a tensor as learning rate have no meta kernel,
     and torch would run the CPU's kernel on its fakes.
     """
-
-    @functools.wraps(propagate)
-    def choose(*args: Any, **kwargs: Any) -> Any:
-        if not args[-1].op._schema.returns:
-            return None
-        token = asked_by_fakes.set(True)
-        try:
-            return propagate(*args, **kwargs)
-        finally:
-            asked_by_fakes.reset(token)
-
-    return choose
+    if not args[-1].op._schema.returns:
+        return None
+    token = asked_by_fakes.set(True)
+    try:
+        return propagate(*args, **kwargs)
+    finally:
+        asked_by_fakes.reset(token)
 
 
-def _masking(apply: Callable[..., None]) -> Callable[..., None]:
+@around
+def _masking(apply: Callable[..., None], /, buffer: Any, tensor: Any) -> None:
     """torch indexes by the mask of rows that are others'.
 
     One of no dimension, of a lone index, it would read here, for all members.
     """
-
-    @functools.wraps(apply)
-    def choose(buffer: Any, tensor: Any) -> None:
-        if home_of(tensor) is None or buffer.data is None or buffer.data.ndim:
-            apply(buffer, tensor)
-        else:
-            tensor.masked_fill_(buffer.data, 0.0)
-
-    return choose
+    if home_of(tensor) is None or buffer.data is None or buffer.data.ndim:
+        apply(buffer, tensor)
+    else:
+        tensor.masked_fill_(buffer.data, 0.0)
 
 
 def _equal_dtensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -272,79 +256,71 @@ def _attention(
     return _tensor.DTensor.from_local(found, mesh, layout, run_check=False)
 
 
-def _at_members(function: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _at_members(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Let what torch puts on "remote" go to the members of the mesh that the function is called with."""
-
-    @functools.wraps(function)
-    def choose(*args: Any, **kwargs: Any) -> Any:
-        home = next(
-            (
-                found
-                for value in (*args, *kwargs.values())
-                if (found := getattr(value, "_home", None)) is not None
-            ),
-            None,
-        )
-        if home is None:
-            return function(*args, **kwargs)
-        with MeshContext(home, default=False):
-            return function(*args, **kwargs)
-
-    return choose
+    home = next(
+        (
+            found
+            for value in (*args, *kwargs.values())
+            if (found := getattr(value, "_home", None)) is not None
+        ),
+        None,
+    )
+    if home is None:
+        return function(*args, **kwargs)
+    with MeshContext(home, default=False):
+        return function(*args, **kwargs)
 
 
-def _of_sizes(make: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _of_sizes(
+    make: Callable[..., Any], /, factory: Any, size: Any, device_mesh: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     """Let a factory of a DTensor run once for each member, where their shards differ in size."""
+    home = getattr(device_mesh, "_home", None)
+    laid = (args[0] if args else kwargs.get("placements")) or ()
+    count = 1 if home is None else math.prod(device_mesh.shape)
+    if not any(p.is_shard() and size[p.dim] % count for p in laid):
+        return make(factory, size, device_mesh, *args, **kwargs)
 
-    @functools.wraps(make)
-    def choose(factory: Any, size: Any, device_mesh: Any = None, *args: Any, **kwargs: Any) -> Any:
-        home = getattr(device_mesh, "_home", None)
-        laid = (args[0] if args else kwargs.get("placements")) or ()
-        count = 1 if home is None else math.prod(device_mesh.shape)
-        if not any(p.is_shard() and size[p.dim] % count for p in laid):
-            return make(factory, size, device_mesh, *args, **kwargs)
+    def each(shape: Any, **options: Any) -> Any:
+        # The DTensor is what autograd sees.
+        options["requires_grad"] = False
+        if factory not in (torch.rand, torch.randn):
+            return run_for_each(factory, [shape], options, home)
+        members = range(count)
+        shapes = [tuple(n.node._local_ints[k] if varies(n) else n for n in shape) for k in members]
+        with device_mesh.drawing(laid, None):
+            return cut(factory(largest(shapes), **options), shapes, home)
 
-        def each(shape: Any, **options: Any) -> Any:
-            # The DTensor is what autograd sees.
-            options["requires_grad"] = False
-            if factory not in (torch.rand, torch.randn):
-                return run_for_each(factory, [shape], options, home)
-            members = range(count)
-            shapes = [tuple(n.node._local_ints[k] if varies(n) else n for n in shape) for k in members]
-            with device_mesh.drawing(laid, None):
-                return cut(factory(largest(shapes), **options), shapes, home)
-
-        return make(each, size, device_mesh, *args, **kwargs)
-
-    return choose
+    return make(each, size, device_mesh, *args, **kwargs)
 
 
-def _of_shards(from_local: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _of_shards(
+    from_local: Callable[..., Any], /, local_tensor: Any, device_mesh: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     """Send a local tensor to all members of the mesh, as torch sends it to its device.
 
     Refuse one of another place.
     """
-
-    @functools.wraps(from_local)
-    def choose(local_tensor: Any, device_mesh: Any = None, *args: Any, **kwargs: Any) -> Any:
-        home = getattr(device_mesh, "_home", None)
-        if home is not None and isinstance(local_tensor, torch.Tensor):
-            if not isinstance(local_tensor, (DistributedTensor, UnevenTensor)):
-                local_tensor = local_tensor if local_tensor.is_meta else local_tensor.to(home.device)
-            elif getattr(home_of(local_tensor), "node", None) is not home.node:
-                raise PlacementError(
-                    f"a DTensor on {home.place} is made of a tensor there, or of a local one, which is sent "
-                    f"to all members; this one lives on {local_tensor.place}: make it there, or by "
-                    "dr.from_shards([...], mesh)"
-                )
-            if isinstance(local_tensor, UnevenTensor) and kwargs.get("shape") is None:
-                # torch multiplies one rank's sizes.
-                size = _size_of_all(local_tensor, device_mesh, args[0] if args else kwargs.get("placements"))
-                meta = torch.empty(size, device="meta")
-                kwargs.update(shape=meta.shape, stride=meta.stride())
-        return from_local(local_tensor, device_mesh, *args, **kwargs)
-
-    return choose
+    home = getattr(device_mesh, "_home", None)
+    if home is not None and isinstance(local_tensor, torch.Tensor):
+        if not isinstance(local_tensor, (DistributedTensor, UnevenTensor)):
+            local_tensor = local_tensor if local_tensor.is_meta else local_tensor.to(home.device)
+        elif getattr(home_of(local_tensor), "node", None) is not home.node:
+            raise PlacementError(
+                f"a DTensor on {home.place} is made of a tensor there, or of a local one, which is sent "
+                f"to all members; this one lives on {local_tensor.place}: make it there, or by "
+                "dr.from_shards([...], mesh)"
+            )
+        if isinstance(local_tensor, UnevenTensor) and kwargs.get("shape") is None:
+            # torch multiplies one rank's sizes.
+            size = _size_of_all(local_tensor, device_mesh, args[0] if args else kwargs.get("placements"))
+            meta = torch.empty(size, device="meta")
+            kwargs.update(shape=meta.shape, stride=meta.stride())
+    return from_local(local_tensor, device_mesh, *args, **kwargs)
 
 
 def _size_of_all(t: UnevenTensor, mesh: Any, placements: Any) -> list[int]:
@@ -361,19 +337,15 @@ def _size_of_all(t: UnevenTensor, mesh: Any, placements: Any) -> list[int]:
     return size
 
 
-def _where_it_is(iterate: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _where_it_is(iterate: Callable[..., Any], /, value: Any, *args: Any, **kwargs: Any) -> Any:
     """torch moves what it gathers for a state dict to the mesh's device type.
 
     Of a mesh's tensors that is where they are.
     """
-
-    @functools.wraps(iterate)
-    def choose(value: Any, *args: Any, **kwargs: Any) -> Any:
-        home = home_of(getattr(value, "_local_tensor", None))
-        with contextlib.nullcontext() if home is None else MeshContext(home, default=False):
-            return iterate(value, *args, **kwargs)
-
-    return choose
+    home = home_of(getattr(value, "_local_tensor", None))
+    with contextlib.nullcontext() if home is None else MeshContext(home, default=False):
+        return iterate(value, *args, **kwargs)
 
 
 def _device(dtensor: Any) -> torch.device:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import sys
@@ -22,7 +21,7 @@ from ..streams.stream import Event
 from ..tensors.uneven import UnevenTensor
 from .each_member import home_of, pick, run_for_each
 from .torch_process_group import BACKEND, MeshGroup
-from .torch_world import speaking_for
+from .torch_world import around, speaking_for
 from .varying import varies, varying
 
 # Its private parts have no stubs.
@@ -84,16 +83,13 @@ class _Chunk(UnevenTensor):
         return int(self._shards[0].numel())
 
 
-def _chunks_of(chunk: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    @functools.wraps(chunk)
-    def choose(tensor: Any, num_chunks: int, dim: int) -> list[Any]:
-        chunks = chunk(tensor, num_chunks, dim)
-        if home_of(tensor) is not None or tensor.is_meta:
-            # torch makes the empty ones of one dimension.
-            chunks = [c if c.ndim == tensor.ndim else tensor.narrow(dim, 0, 0) for c in chunks]
-        return _Chunks(chunks, tensor, dim)
-
-    return choose
+@around
+def _chunks_of(chunk: Callable[..., list[Any]], /, tensor: Any, num_chunks: int, dim: int) -> list[Any]:
+    chunks = chunk(tensor, num_chunks, dim)
+    if home_of(tensor) is not None or tensor.is_meta:
+        # torch makes the empty ones of one dimension.
+        chunks = [c if c.ndim == tensor.ndim else tensor.narrow(dim, 0, 0) for c in chunks]
+    return _Chunks(chunks, tensor, dim)
 
 
 class _Narrowing(TorchFunctionMode):
@@ -106,15 +102,11 @@ class _Narrowing(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _with_sizes(init: Callable[..., None]) -> Callable[..., None]:
+@around
+def _with_sizes(init: Callable[..., None], /, self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
     """FSDP2 narrows its padded shards to each rank's size, also on the meta device."""
-
-    @functools.wraps(init)
-    def choose(self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
-        with _Narrowing() if param.is_meta else contextlib.nullcontext():
-            init(self, param, *args, **kwargs)
-
-    return choose
+    with _Narrowing() if param.is_meta else contextlib.nullcontext():
+        init(self, param, *args, **kwargs)
 
 
 class _Size(tuple[Any, ...]):
@@ -127,141 +119,112 @@ class _Size(tuple[Any, ...]):
         return math.prod(self)
 
 
-def _of_each_size(padded_size: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _of_each_size(padded_size: Callable[..., Any], /, size: Any, factor: int) -> Any:
     """FSDP2 rounds a size up, which may differ where tensor parallelism has cut unevenly."""
+    if not any(varies(n) for n in size):
+        return padded_size(size, factor)
 
-    @functools.wraps(padded_size)
-    def choose(size: Any, factor: int) -> Any:
-        if not any(varies(n) for n in size):
-            return padded_size(size, factor)
+    def padded(first: int) -> int:
+        return int(padded_size(torch.Size([first]), factor)[0])
 
-        def padded(first: int) -> int:
-            return int(padded_size(torch.Size([first]), factor)[0])
-
-        # The weight of a layer that is cut in columns has as many rows everywhere.
-        rows = run_for_each(padded, [size[0]], {}) if varies(size[0]) else padded(size[0])
-        return _Size([rows, *size[1:]])
-
-    return choose
+    # The weight of a layer that is cut in columns has as many rows everywhere.
+    rows = run_for_each(padded, [size[0]], {}) if varies(size[0]) else padded(size[0])
+    return _Size([rows, *size[1:]])
 
 
-def _padded(reset: Callable[[Any], None]) -> Callable[[Any], None]:
+@around
+def _padded(reset: Callable[[Any], None], /, parameter: Any) -> None:
     """FSDP2 gathers from shards that it has padded, and pads those anew that somebody has put in their place.
 
     It would ask an uneven shard for its size.
     """
-
-    @functools.wraps(reset)
-    def choose(parameter: Any) -> None:
-        owner = parameter._module_info
-        mine = getattr(owner.module, owner.param_name)
-        local = getattr(mine, "_local_tensor", None)
-        home = home_of(local)
-        if home is None or not isinstance(local, UnevenTensor):
-            reset(parameter)
-            return
-        parameter.sharded_param, parameter._sharding_spec = mine, mine._spec
-        mesh_log = home.node
-        assert isinstance(mesh_log, MeshLog)
-        kept = getattr(parameter._sharded_param_data, "_handle", None)
-        if kept is not None and whole_of(mesh_log, [t._handle for t in local._shards]) is kept.storage:
-            return
-        dim = parameter.fsdp_placement.dim
-        with torch.no_grad():
-            padded = local.new_zeros(parameter.padded_sharded_param_size)
-            shards = padded.narrow(dim, 0, local.size(dim))
-            shards.copy_(local)
-        parameter._sharded_param_data, mine._local_tensor = padded.view(-1), shards
-
-    return choose
+    owner = parameter._module_info
+    mine = getattr(owner.module, owner.param_name)
+    local = getattr(mine, "_local_tensor", None)
+    home = home_of(local)
+    if home is None or not isinstance(local, UnevenTensor):
+        reset(parameter)
+        return
+    parameter.sharded_param, parameter._sharding_spec = mine, mine._spec
+    mesh_log = home.node
+    assert isinstance(mesh_log, MeshLog)
+    kept = getattr(parameter._sharded_param_data, "_handle", None)
+    if kept is not None and whole_of(mesh_log, [t._handle for t in local._shards]) is kept.storage:
+        return
+    dim = parameter.fsdp_placement.dim
+    with torch.no_grad():
+        padded = local.new_zeros(parameter.padded_sharded_param_size)
+        shards = padded.narrow(dim, 0, local.size(dim))
+        shards.copy_(local)
+    parameter._sharded_param_data, mine._local_tensor = padded.view(-1), shards
 
 
-def _of_rows(init: Callable[..., None]) -> Callable[..., None]:
+@around
+def _of_rows(init: Callable[..., None], /, parameter: Any, param: Any) -> None:
     """FSDP2 cuts rows to learn what it would reshard to, also for parameters that it never reshards so."""
-
-    @functools.wraps(init)
-    def choose(parameter: Any, param: Any) -> None:
-        if home_of(getattr(param, "_local_tensor", param)) is None or not parameter.fsdp_placement.dim:
-            init(parameter, param)
-        else:
-            parameter.sharded_post_forward_size = parameter.sharded_size
-            parameter.contiguous_sharded_post_forward_stride = parameter.contiguous_sharded_stride
-
-    return choose
+    if home_of(getattr(param, "_local_tensor", param)) is None or not parameter.fsdp_placement.dim:
+        init(parameter, param)
+    else:
+        parameter.sharded_post_forward_size = parameter.sharded_size
+        parameter.contiguous_sharded_post_forward_stride = parameter.contiguous_sharded_stride
 
 
-def _waiting(finalize: Callable[[Any], None]) -> Callable[[Any], None]:
+@around
+def _waiting(finalize: Callable[[Any], None], /, group: Any) -> None:
     """Until torch 2.15 FSDP2 waits in vain: the C++ of `torch.Stream` takes any object for its event."""
-
-    @functools.wraps(finalize)
-    def choose(group: Any) -> None:
-        gathered = group._all_gather_result
-        if gathered is not None and isinstance(gathered.all_gather_event, Event):
-            group.device_handle.current_stream().wait_event(gathered.all_gather_event)
-            group._all_gather_result = gathered._replace(all_gather_event=None)
-        finalize(group)
-
-    return choose
+    gathered = group._all_gather_result
+    if gathered is not None and isinstance(gathered.all_gather_event, Event):
+        group.device_handle.current_stream().wait_event(gathered.all_gather_event)
+        group._all_gather_result = gathered._replace(all_gather_event=None)
+    finalize(group)
 
 
-def _of_modules_there(shard: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _of_modules_there(
+    shard: Callable[..., Any], /, module: Any, *args: Any, mesh: Any = None, **kwargs: Any
+) -> Any:
     """Say of FSDP2 what torch would say in words about its own insides, or not before the first step."""
-
-    @functools.wraps(shard)
-    def choose(module: Any, *args: Any, mesh: Any = None, **kwargs: Any) -> Any:
-        if mesh is None and torch.distributed.is_initialized() and torch.distributed.get_backend() == BACKEND:
-            raise UsageError("fully_shard does not know which mesh: fully_shard(module, mesh=mesh)")
-        if hasattr(mesh, "_home"):
-            if isinstance(kwargs.get("offload_policy"), _fsdp.CPUOffloadPolicy):
-                raise NotSupportedError(
-                    "CPUOffloadPolicy would move shards to this process, which is not where they "
-                    "are used: leave it out"
-                )
-            ignored = kwargs.get("ignored_params") or ()
-            for one in module if isinstance(module, (list, tuple)) else [module]:
-                for name, value in itertools.chain(one.named_parameters(), one.named_buffers()):
-                    if value.device.type not in ("remote", "meta") and value not in ignored:
-                        raise UsageError(
-                            f"{name!r} is in this process: module.to(mesh.device) first, then "
-                            "fully_shard(module, mesh=mesh)"
-                        )
-        return shard(module, *args, mesh=mesh, **kwargs)
-
-    return choose
+    if mesh is None and torch.distributed.is_initialized() and torch.distributed.get_backend() == BACKEND:
+        raise UsageError("fully_shard does not know which mesh: fully_shard(module, mesh=mesh)")
+    if hasattr(mesh, "_home"):
+        if isinstance(kwargs.get("offload_policy"), _fsdp.CPUOffloadPolicy):
+            raise NotSupportedError(
+                "CPUOffloadPolicy would move shards to this process, which is not where they "
+                "are used: leave it out"
+            )
+        ignored = kwargs.get("ignored_params") or ()
+        for one in module if isinstance(module, (list, tuple)) else [module]:
+            for name, value in itertools.chain(one.named_parameters(), one.named_buffers()):
+                if value.device.type not in ("remote", "meta") and value not in ignored:
+                    raise UsageError(
+                        f"{name!r} is in this process: module.to(mesh.device) first, then "
+                        "fully_shard(module, mesh=mesh)"
+                    )
+    return shard(module, *args, mesh=mesh, **kwargs)
 
 
-def _device_of(device: Callable[..., torch.device]) -> Callable[..., torch.device]:
-    @functools.wraps(device)
-    def choose(mesh: Any) -> torch.device:
-        # Only our meshes have a home. For others torch finds the device.
-        home = getattr(mesh, "_home", None)
-        return device(mesh) if home is None else home.device
-
-    return choose
+@around
+def _device_of(device: Callable[..., torch.device], /, mesh: Any) -> torch.device:
+    # Only our meshes have a home. For others torch finds the device.
+    home = getattr(mesh, "_home", None)
+    return device(mesh) if home is None else home.device
 
 
-def _of_members(make: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _of_members(make: Callable[..., Any], /, reshard: Any, mesh_info: Any) -> Any:
     """FSDP2 makes a smaller mesh to reshard to, of the members of the one that it was given."""
-
-    @functools.wraps(make)
-    def choose(reshard: Any, mesh_info: Any) -> Any:
-        mesh_log = getattr(mesh_info.mesh, "_mesh_log", None)
-        if mesh_log is None:
-            return make(reshard, mesh_info)
-        with speaking_for(mesh_log):
-            return make(reshard, mesh_info)
-
-    return choose
+    mesh_log = getattr(mesh_info.mesh, "_mesh_log", None)
+    if mesh_log is None:
+        return make(reshard, mesh_info)
+    with speaking_for(mesh_log):
+        return make(reshard, mesh_info)
 
 
-def _with_ranks(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
+@around
+def _with_ranks(post_init: Callable[[Any], None], /, info: Any) -> None:
     """FSDP2 takes its rank from the process group, which has one for all members."""
-
-    @functools.wraps(post_init)
-    def choose(info: Any) -> None:
-        post_init(info)
-        group = getattr(info, "shard_process_group", None)
-        if isinstance(group, MeshGroup):
-            info.shard_mesh_rank = varying(group.ranks)
-
-    return choose
+    post_init(info)
+    group = getattr(info, "shard_process_group", None)
+    if isinstance(group, MeshGroup):
+        info.shard_mesh_rank = varying(group.ranks)

@@ -28,7 +28,7 @@ from .line_groups import Lines
 from .operation import issue_along, permuted, reduction_named
 from .torch_fsdp import replace
 from .torch_process_group import BACKEND, Issued, MastersRank, MeshGroup, is_on_mesh
-from .torch_world import lines_named
+from .torch_world import around, lines_named
 
 _c10d: Any = distributed_c10d
 _functional: Any = _functional_collectives
@@ -62,22 +62,26 @@ def mesh_group(group: Any) -> MeshGroup | None:
     return group if isinstance(group, MeshGroup) else None
 
 
-def _of_all_data(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def choose(
-        self: Any, dataset: Any, num_replicas: Any = None, rank: Any = None, *args: Any, **kwargs: Any
-    ) -> None:
-        asked = num_replicas is None or rank is None or isinstance(rank, MastersRank)
-        if asked and mesh_group(None) is not None:
-            raise UsageError(
-                "DistributedSampler would take the share of rank 0 and leave out the data of all other "
-                "ranks: this process has no rank, since it speaks for all members. Leave the sampler out, "
-                "and give each member its part of a batch: dr.from_shards(batch.chunk(n), mesh). For one "
-                "member's share name it: DistributedSampler(data, num_replicas=n, rank=k)"
-            )
-        init(self, dataset, num_replicas, rank, *args, **kwargs)
-
-    return choose
+@around
+def _of_all_data(
+    init: Callable[..., None],
+    /,
+    self: Any,
+    dataset: Any,
+    num_replicas: Any = None,
+    rank: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    asked = num_replicas is None or rank is None or isinstance(rank, MastersRank)
+    if asked and mesh_group(None) is not None:
+        raise UsageError(
+            "DistributedSampler would take the share of rank 0 and leave out the data of all other "
+            "ranks: this process has no rank, since it speaks for all members. Leave the sampler out, "
+            "and give each member its part of a batch: dr.from_shards(batch.chunk(n), mesh). For one "
+            "member's share name it: DistributedSampler(data, num_replicas=n, rank=k)"
+        )
+    init(self, dataset, num_replicas, rank, *args, **kwargs)
 
 
 def _refuse_shares(module: ModuleType) -> None:
@@ -106,46 +110,43 @@ def _refuse_parts(module: ModuleType) -> None:
         replace(name, _of_whole_states(getattr(module, name)))
 
 
-def _of_whole_states(save: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(save)
-    def choose(state_dict: Any, *args: Any, process_group: Any = None, **kwargs: Any) -> Any:
-        if mesh_group(process_group) is not None and not kwargs.get("no_dist"):
-            raise NotSupportedError(
-                "torch.distributed.checkpoint writes the parts of each rank, and this process has no rank, "
-                "since it speaks for all members. Write the whole state: save(dr.fetch(state), "
-                "checkpoint_id=path, no_dist=True), or torch.save(dr.fetch(state), path)"
-            )
-        return save(state_dict, *args, process_group=process_group, **kwargs)
+@around
+def _of_whole_states(
+    save: Callable[..., Any], /, state_dict: Any, *args: Any, process_group: Any = None, **kwargs: Any
+) -> Any:
+    if mesh_group(process_group) is not None and not kwargs.get("no_dist"):
+        raise NotSupportedError(
+            "torch.distributed.checkpoint writes the parts of each rank, and this process has no rank, "
+            "since it speaks for all members. Write the whole state: save(dr.fetch(state), "
+            "checkpoint_id=path, no_dist=True), or torch.save(dr.fetch(state), path)"
+        )
+    return save(state_dict, *args, process_group=process_group, **kwargs)
 
-    return choose
 
-
-def _scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _scatter(
+    scatter: Callable[..., Any],
+    /,
+    tensor: Any,
+    scatter_list: Any = None,
+    src: int | None = None,
+    group: Any = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Any:
     """torch refuses a list on every rank but the source's. Here the process of all ranks calls."""
-
-    @functools.wraps(scatter)
-    def choose(
-        tensor: Any,
-        scatter_list: Any = None,
-        src: int | None = None,
-        group: Any = None,
-        async_op: bool = False,
-        group_src: int | None = None,
-    ) -> Any:
-        found = mesh_group(group)
-        if found is None:
-            return scatter(tensor, scatter_list, src, group, async_op, group_src)
-        if not scatter_list:
-            raise UsageError(
-                "scatter needs the source's list, got none: one process speaks for all members, and so for "
-                "the source. Give scatter_list= one tensor on the mesh for each member of a line"
-            )
-        options = dist.ScatterOptions()
-        options.rootRank = _root(found, src, group_src)
-        work = found.scatter([tensor], [list(scatter_list)], options)
-        return work if async_op else None
-
-    return choose
+    found = mesh_group(group)
+    if found is None:
+        return scatter(tensor, scatter_list, src, group, async_op, group_src)
+    if not scatter_list:
+        raise UsageError(
+            "scatter needs the source's list, got none: one process speaks for all members, and so for "
+            "the source. Give scatter_list= one tensor on the mesh for each member of a line"
+        )
+    options = dist.ScatterOptions()
+    options.rootRank = _root(found, src, group_src)
+    work = found.scatter([tensor], [list(scatter_list)], options)
+    return work if async_op else None
 
 
 def _root(group: MeshGroup, src: int | None, group_src: int | None) -> int:
@@ -155,107 +156,92 @@ def _root(group: MeshGroup, src: int | None, group_src: int | None) -> int:
     return found
 
 
-def _barrier(barrier: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _barrier(
+    barrier: Callable[..., Any], /, group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any
+) -> Any:
     """torch's C++ asks for hooks of the device type, which a device without C++ code has not."""
-
-    @functools.wraps(barrier)
-    def choose(group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any) -> Any:
-        found = mesh_group(group)
-        if found is None:
-            return barrier(group, async_op, *args, **kwargs)
-        work = found.barrier()
-        return work if async_op else None
-
-    return choose
+    found = mesh_group(group)
+    if found is None:
+        return barrier(group, async_op, *args, **kwargs)
+    work = found.barrier()
+    return work if async_op else None
 
 
-def _monitored(monitored_barrier: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(monitored_barrier)
-    def choose(group: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if mesh_group(group) is not None:
-            raise NotSupportedError(
-                "monitored_barrier asks each rank, and this process has no rank, since it speaks for all "
-                "members. dr.distributed.barrier(dr.distributed.new_group(mesh.places), timeout=30) names "
-                "who is late, and with what"
-            )
-        return monitored_barrier(group, *args, **kwargs)
-
-    return choose
+@around
+def _monitored(monitored_barrier: Callable[..., Any], /, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if mesh_group(group) is not None:
+        raise NotSupportedError(
+            "monitored_barrier asks each rank, and this process has no rank, since it speaks for all "
+            "members. dr.distributed.barrier(dr.distributed.new_group(mesh.places), timeout=30) names "
+            "who is late, and with what"
+        )
+    return monitored_barrier(group, *args, **kwargs)
 
 
-def _of_members(new_group: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _of_members(
+    new_group: Callable[..., Any],
+    /,
+    ranks: Any = None,
+    timeout: Any = None,
+    backend: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """torch would wait for ranks that never come: gloo's meet when the group is made."""
-
-    @functools.wraps(new_group)
-    def choose(ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if mesh_group(None) is not None and backend not in (None, BACKEND):
-            raise NotSupportedError(
-                f"a group with the backend {str(backend)!r} would wait for its other ranks, and this process "
-                f"is the only one: it speaks for all members. Leave backend= out, or make "
-                f"dr.distributed.new_group(places, backend={str(backend)!r}), which is one of the workers"
-            )
-        return new_group(ranks, timeout, backend, *args, **kwargs)
-
-    return choose
+    if mesh_group(None) is not None and backend not in (None, BACKEND):
+        raise NotSupportedError(
+            f"a group with the backend {str(backend)!r} would wait for its other ranks, and this process "
+            f"is the only one: it speaks for all members. Leave backend= out, or make "
+            f"dr.distributed.new_group(places, backend={str(backend)!r}), which is one of the workers"
+        )
+    return new_group(ranks, timeout, backend, *args, **kwargs)
 
 
-def _permute(permute_tensor: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _permute(
+    permute_tensor: Callable[..., Any], /, self: Any, src_dst: Any, group: Any, tag: str = ""
+) -> Any:
     """torch computes the splits of the calling rank alone."""
-
-    @functools.wraps(permute_tensor)
-    def choose(self: Any, src_dst: Any, group: Any, tag: str = "") -> Any:
-        if not is_on_mesh(self) and not isinstance(self, UnevenTensor):
-            return permute_tensor(self, src_dst, group, tag)
-        found = lines_named(_functional._resolve_group_name(group, tag))
-        targets = [int(target) for target in src_dst]
-        if sorted(targets) != list(range(found.size)):
-            raise UsageError(
-                f"permute_tensor along a line of {found.size} members takes each rank once as a target, "
-                f"got {targets}"
-            )
-        return permuted(found, self, targets)
-
-    return choose
+    if not is_on_mesh(self) and not isinstance(self, UnevenTensor):
+        return permute_tensor(self, src_dst, group, tag)
+    found = lines_named(_functional._resolve_group_name(group, tag))
+    targets = [int(target) for target in src_dst]
+    if sorted(targets) != list(range(found.size)):
+        raise UsageError(
+            f"permute_tensor along a line of {found.size} members takes each rank once as a target, "
+            f"got {targets}"
+        )
+    return permuted(found, self, targets)
 
 
-def _of_each_shape(put_together: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _of_each_shape(put_together: Callable[..., Any], /, res: Any, group_size: int, gather_dim: int) -> Any:
     """torch views what it has gathered where its shape allows that, and may find so for some members only."""
-
-    @functools.wraps(put_together)
-    def choose(res: Any, group_size: int, gather_dim: int) -> Any:
-        if not isinstance(res, UnevenTensor):
-            return put_together(res, group_size, gather_dim)
-        return torch.cat(torch.chunk(res, group_size, 0), gather_dim)
-
-    return choose
+    if not isinstance(res, UnevenTensor):
+        return put_together(res, group_size, gather_dim)
+    return torch.cat(torch.chunk(res, group_size, 0), gather_dim)
 
 
-def _of_all_members(unscale: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _of_all_members(unscale: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """torch reads of the first member whether to skip a step. Another one's gradients may have overflowed."""
-
-    @functools.wraps(unscale)
-    def choose(*args: Any, **kwargs: Any) -> Any:
-        found = unscale(*args, **kwargs)
-        for overflows in found.values():
-            log = overflows._handle.place.node if is_on_mesh(overflows) else None
-            if isinstance(log, MeshLog) and len(log.members) > 1:
-                everybody = log.lines_of([[*range(len(log.members))]], Lines)
-                by = reduction_named("max")
-                issue_along(everybody, "all_reduce", [overflows], into=[overflows], reduction=by)
-        return found
-
-    return choose
+    found = unscale(*args, **kwargs)
+    for overflows in found.values():
+        log = overflows._handle.place.node if is_on_mesh(overflows) else None
+        if isinstance(log, MeshLog) and len(log.members) > 1:
+            everybody = log.lines_of([[*range(len(log.members))]], Lines)
+            by = reduction_named("max")
+            issue_along(everybody, "all_reduce", [overflows], into=[overflows], reduction=by)
+    return found
 
 
-def _lasting(notify: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _lasting(notify: Callable[..., Any], /, joinable: Any) -> Any:
     """DistributedDataParallel gives what this returns to its C++ code, which alone keeps it."""
-
-    @functools.wraps(notify)
-    def choose(joinable: Any) -> Any:
-        work = notify(joinable)
-        return work.lasting() if isinstance(work, Issued) else work
-
-    return choose
+    work = notify(joinable)
+    return work.lasting() if isinstance(work, Issued) else work
 
 
 def _with_gradients(module: ModuleType) -> None:
@@ -263,14 +249,10 @@ def _with_gradients(module: ModuleType) -> None:
     replace("broadcast", _broadcast(own.broadcast))
 
 
-def _broadcast(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def _broadcast(broadcast: Callable[..., Any], /, tensor: Any, src: int, group: Any = dist.group.WORLD) -> Any:
     """torch's gradient is zero on every rank but the source's, and it asks the caller's rank for that."""
-
-    @functools.wraps(broadcast)
-    def choose(tensor: Any, src: int, group: Any = dist.group.WORLD) -> Any:
-        found = mesh_group(group)
-        if found is None:
-            return broadcast(tensor, src, group)
-        return lines.broadcast(found.lines, tensor, _root(found, src, None))
-
-    return choose
+    found = mesh_group(group)
+    if found is None:
+        return broadcast(tensor, src, group)
+    return lines.broadcast(found.lines, tensor, _root(found, src, None))

@@ -96,43 +96,48 @@ def speaking_for(mesh_log: MeshLog) -> Iterator[None]:
         _speaking.pop()
 
 
-def noting(new_group: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's `new_group`, which notes the ranks of each group."""
+def around(choose: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Return what puts `choose` around one of torch's functions. It gets that one, and its arguments."""
 
-    @functools.wraps(new_group)
-    def choose(*args: Any, **kwargs: Any) -> Any:
-        ranks = kwargs.get("ranks", args[0] if args else None)
-        if ranks is not None:
-            _rows.append(list(ranks))
-        return new_group(*args, **kwargs)
+    def put(function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            return choose(function, *args, **kwargs)
 
-    return choose
+        return chosen
+
+    return put
 
 
-def placing(init_one: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's making of the groups along a dimension, for all lines of members."""
+@around
+def noting(new_group: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Note the ranks of each group that torch makes."""
+    ranks = kwargs.get("ranks", args[0] if args else None)
+    if ranks is not None:
+        _rows.append(list(ranks))
+    return new_group(*args, **kwargs)
 
-    @functools.wraps(init_one)
-    def choose(*args: Any, **kwargs: Any) -> Any:
-        _rows.clear()
-        name = init_one(*args, **kwargs)
-        if not _speaking:
-            return name
-        mesh_log, rows = (
-            _speaking[-1],
-            [list(row) for row in _rows] or [list(range(len(_speaking[-1].members)))],
-        )
-        at = {k: rank for row in rows for rank, k in enumerate(row)}
-        ranks = [at[k] for k in range(len(mesh_log.members))]
-        group = _c10d._resolve_process_group(name)
-        lines = functools.partial(mesh_log.lines_of, rows, Lines)
-        if isinstance(group, MeshGroup) and _rows:
-            group.use(lines, ranks)
-            return name
-        # These lines cover all members, so torch has given its default group for them.
-        return register(f"{name}:{next(_numbers)}", rows[0], ranks, lines).group_name
 
-    return choose
+@around
+def placing(init_one: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Make the groups along a dimension for all lines of members."""
+    _rows.clear()
+    name = init_one(*args, **kwargs)
+    if not _speaking:
+        return name
+    mesh_log, rows = (
+        _speaking[-1],
+        [list(row) for row in _rows] or [list(range(len(_speaking[-1].members)))],
+    )
+    at = {k: rank for row in rows for rank, k in enumerate(row)}
+    ranks = [at[k] for k in range(len(mesh_log.members))]
+    group = _c10d._resolve_process_group(name)
+    lines = functools.partial(mesh_log.lines_of, rows, Lines)
+    if isinstance(group, MeshGroup) and _rows:
+        group.use(lines, ranks)
+        return name
+    # These lines cover all members, so torch has given its default group for them.
+    return register(f"{name}:{next(_numbers)}", rows[0], ranks, lines).group_name
 
 
 def end() -> None:

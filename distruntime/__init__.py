@@ -67,12 +67,12 @@ if typing.TYPE_CHECKING:
     from .session.spelling import set_place as set_place
     from .streams import nvtx as nvtx
     from .streams.cancel import cancel as cancel
-    from .streams.context import stream as stream
     from .streams.order import set_implicit_waits as set_implicit_waits
     from .streams.stream import Event as Event
     from .streams.stream import Stream as Stream
     from .streams.stream import current_stream as current_stream
     from .streams.stream import default_stream as default_stream
+    from .streams.stream import stream as stream
     from .streams.synchronize import synchronize as synchronize
     from .tensors import factories as factories
     from .tensors.fetch import fetch as fetch

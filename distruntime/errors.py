@@ -206,11 +206,6 @@ def _suggest(
         error.args = (f"{text}. {advice}",)
 
 
-def __dir__() -> list[str]:
-    # Completion at a prompt offers these.
-    return sorted(__all__)
-
-
 __all__ = [
     "CheckpointError",
     "ConfigurationError",
@@ -228,3 +223,5 @@ __all__ = [
     "UsageError",
     "WaitTimeout",
 ]
+# Completion at a prompt offers these.
+__dir__ = functools.partial(sorted, __all__)

@@ -8,8 +8,8 @@ from . import first_use as _first_use
 
 if typing.TYPE_CHECKING:
     from .cluster.stacks import stacks as stacks
-    from .compiled.compiled_graphs import CompiledGraph as CompiledGraph
-    from .compiled.compiled_graphs import compiled_graphs as compiled_graphs
+    from .compiled.graph import CompiledGraph as CompiledGraph
+    from .compiled.graph import compiled_graphs as compiled_graphs
     from .session.stalls import Stall as Stall
     from .session.stalls import get_sync_debug_mode as get_sync_debug_mode
     from .session.stalls import set_sync_debug_mode as set_sync_debug_mode

@@ -105,8 +105,7 @@ def lowered(op: Operator) -> Policy:
     """Cast what can be cast to autocast's dtype."""
 
     def run(args: Sequence[object], kwargs: dict[str, object]) -> object:
-        dtype = torch.get_autocast_dtype("remote")
-        return _call(op, [_cast(a, dtype) for a in args], {k: _cast(a, dtype) for k, a in kwargs.items()})
+        return _cast_call(op, args, kwargs, torch.get_autocast_dtype("remote"))
 
     return run
 
@@ -115,11 +114,7 @@ def in_float32(op: Operator) -> Policy:
     """Cast what can be cast to float32."""
 
     def run(args: Sequence[object], kwargs: dict[str, object]) -> object:
-        return _call(
-            op,
-            [_cast(a, torch.float32) for a in args],
-            {k: _cast(a, torch.float32) for k, a in kwargs.items()},
-        )
+        return _cast_call(op, args, kwargs, torch.float32)
 
     return run
 
@@ -141,7 +136,7 @@ def promoted(op: Operator) -> Policy:
                 dtype = torch.float32
             elif have is not lower:
                 raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
-        return _call(op, [_cast(a, dtype) for a in args], {k: _cast(a, dtype) for k, a in kwargs.items()})
+        return _cast_call(op, args, kwargs, dtype)
 
     return run
 
@@ -211,6 +206,10 @@ def taken_apart(op: Operator) -> Policy:
 def _call(op: Operator, args: Sequence[object], kwargs: dict[str, object]) -> object:
     with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
         return op(*args, **kwargs)
+
+
+def _cast_call(op: Operator, args: Sequence[object], kwargs: dict[str, object], dtype: torch.dtype) -> object:
+    return _call(op, [_cast(a, dtype) for a in args], {k: _cast(a, dtype) for k, a in kwargs.items()})
 
 
 # -- casts ---------------------------------------------------------------------------------------------------

@@ -16,12 +16,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from ..errors import without_our_frames
-from ..log.current import MeshContext, asked_by_fakes, node_context
+from ..log.current import asked_by_fakes, mesh_context, node_context
 from ..log.handle import Residence
 from ..session.session import active, active_session
 from ..session.spelling import Where, indexed, set_place
-from ..streams.context import StreamContext, stream
-from ..streams.stream import Event, Stream, current_stream, default_stream
+from ..streams.stream import Event, Stream, current_stream, default_stream, stream
 from ..streams.synchronize import synchronize_device
 from ..tensors.figures import DeviceProperties, figures, properties
 from ..tensors.tensor import DistributedTensor
@@ -65,7 +64,7 @@ class RemoteModule:
         """Return the context that makes a place current: a place, "remote:1", its number, or `x.device`."""
         residence = _residence(device)
         if residence.node.members:
-            return MeshContext(residence, default=False)
+            return mesh_context(residence, default=False)
         return node_context(residence.place.node, residence.place.local_device)
 
     @without_our_frames
@@ -78,7 +77,7 @@ class RemoteModule:
         """Block until a device has done everything issued to it so far."""
         synchronize_device(_residence(device), None)
 
-    def stream(self, stream_: Stream | None) -> StreamContext:
+    def stream(self, stream_: Stream | None) -> AbstractContextManager[object]:
         """Return the context in which a stream is current."""
         return stream(stream_)
 

@@ -63,6 +63,17 @@ class Generator(_Own, metaclass=_Kind):
     """torch's own generator, or one on a worker for `device="remote"` or a place."""
 
 
+def _refusing(name: str) -> Callable[..., NoReturn]:  # type: ignore[explicit-any]
+    def refuse(*_: object) -> NoReturn:
+        """Refuse."""
+        raise NotSupportedError(
+            f"Generator.{name} is for CUDA graphs of this process; a generator on a worker has "
+            "get_state, set_state and clone_state"
+        )
+
+    return refuse
+
+
 class RemoteGenerator(Generator):
     """A generator at a place of the session. Nothing here blocks."""
 
@@ -220,27 +231,9 @@ class RemoteGenerator(Generator):
             "torch.save(generator.get_state(), path)"
         )
 
-    def get_offset(self) -> NoReturn:
-        """Refuse."""
-        self._refuse("get_offset")
-
-    def set_offset(self, offset: int) -> NoReturn:
-        """Refuse."""
-        self._refuse("set_offset")
-
-    def graphsafe_get_state(self) -> NoReturn:
-        """Refuse."""
-        self._refuse("graphsafe_get_state")
-
-    def graphsafe_set_state(self, new_state: torch.Generator) -> NoReturn:
-        """Refuse."""
-        self._refuse("graphsafe_set_state")
-
-    def _refuse(self, name: str) -> NoReturn:
-        raise NotSupportedError(
-            f"Generator.{name} is for CUDA graphs of this process; a generator on a worker has "
-            "get_state, set_state and clone_state"
-        )
+    get_offset, set_offset = _refusing("get_offset"), _refusing("set_offset")
+    graphsafe_get_state = _refusing("graphsafe_get_state")
+    graphsafe_set_state = _refusing("graphsafe_set_state")
 
 
 def _draw(

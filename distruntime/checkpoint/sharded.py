@@ -55,8 +55,8 @@ class Sharded:
         shards = []
         for pair in _list(form["shards"]):
             name, start = _list(pair)
-            shards.append((str(name), _numbers(start)))
-        return cls(_numbers(form["size"]), _numbers(form["placements"]), shards)
+            shards.append((str(name), integers(start)))
+        return cls(integers(form["size"]), integers(form["placements"]), shards)
 
 
 def _list(form: Json) -> list[Json]:
@@ -65,8 +65,14 @@ def _list(form: Json) -> list[Json]:
     return form
 
 
-def _numbers(form: Json) -> list[int]:
-    return [n for n in _list(form) if isinstance(n, int)]
+def integers(value: Json) -> list[int]:
+    """Return what must be a list of numbers; raise `ValueError` for anything else."""
+    if not isinstance(value, list):
+        raise ValueError(f"not a list of numbers: {str(value)[:80]}")
+    numbers = [n for n in value if isinstance(n, int)]
+    if len(numbers) != len(value):
+        raise ValueError(f"not a list of numbers: {str(value)[:80]}")
+    return numbers
 
 
 class _DTensor(torch.Tensor):

@@ -11,7 +11,7 @@ from ..log.handle import Residence
 from ..python.weights import Mesh, is_mesh
 from ..session.session import Session
 from ..session.spelling import is_node, named, on_node
-from .sharded import Sharded
+from .sharded import Sharded, integers
 from .tree import Json
 
 
@@ -95,15 +95,4 @@ class TensorEntry:
             case _:
                 raise ValueError(f"not a tensor: {str(about)[:80]}")
         stride = about.get("stride")
-        return cls(
-            dtype, _integers(about["shape"]), file, None if stride is None else _integers(stride), place
-        )
-
-
-def _integers(value: Json) -> list[int]:
-    if not isinstance(value, list):
-        raise ValueError(f"not a list of numbers: {str(value)[:80]}")
-    numbers = [n for n in value if isinstance(n, int)]
-    if len(numbers) != len(value):
-        raise ValueError(f"not a list of numbers: {str(value)[:80]}")
-    return numbers
+        return cls(dtype, integers(about["shape"]), file, None if stride is None else integers(stride), place)

@@ -180,7 +180,7 @@ class Connector:
             connection.seek(self._wanted(connection), time.monotonic())
         self._hang_up(connection)
 
-    def parted(self, node: Node) -> None:
+    def parted(self) -> None:
         """Seek a worker whose connection is no more: dial it, or wait for it where it dials this process."""
         self._polled_at = 0.0
 

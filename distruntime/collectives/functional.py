@@ -13,6 +13,7 @@ order. All functions return at once. The first call for some places blocks until
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -240,11 +241,6 @@ def _at_root(group: ProcessGroup, root: int, t: DistributedTensor, what: str) ->
         raise UsageError(f"{what} is on {t.place}, expected a tensor of {owner} of {group!r}")
 
 
-def __dir__() -> list[str]:
-    # Completion at a prompt offers these.
-    return sorted(__all__)
-
-
 __all__ = [
     "all_gather",
     "all_reduce",
@@ -256,3 +252,5 @@ __all__ = [
     "reduce_scatter",
     "scatter",
 ]
+# Completion at a prompt offers these.
+__dir__ = partial(sorted, __all__)

@@ -115,10 +115,11 @@ def sizes_of(cuts: Cuts) -> tuple[Size, ...]:
 
 def slices_of(cuts: Cuts) -> list[tuple[slice[int, int, int | None], ...]]:
     """Return where each part lies in the whole."""
-    return list(product(*([slice(a, b) for a, b in _spans(lengths)] for lengths in cuts)))
+    return list(product(*([slice(a, b) for a, b in spans(lengths)] for lengths in cuts)))
 
 
-def _spans(lengths: Size) -> list[tuple[int, int]]:
+def spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Return where each part begins and ends."""
     ends = list(accumulate(lengths))
     return list(zip([0, *ends], ends))
 
@@ -228,8 +229,8 @@ def transfer(
 def _overlaps(source: Size, target: Size) -> list[tuple[int, int, int, int, int]]:
     """Return, of cuts along a dimension, which parts overlap: part of each, start in each, length."""
     found = []
-    for i, (a, b) in enumerate(_spans(source)):
-        for j, (c, d) in enumerate(_spans(target)):
+    for i, (a, b) in enumerate(spans(source)):
+        for j, (c, d) in enumerate(spans(target)):
             start, stop = max(a, c), min(b, d)
             if start < stop:
                 found.append((i, j, start - a, start - c, stop - start))

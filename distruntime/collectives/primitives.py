@@ -14,6 +14,7 @@ The results are new tensors, except where nothing moves at all. docs/primitives.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -228,11 +229,6 @@ def halo_exchange(xs: Shards, P: Partition, halo: Sequence[Width]) -> list[torch
     return applied(plan, partition, partition, given)
 
 
-def __dir__() -> list[str]:
-    # Completion at a prompt offers these.
-    return sorted(__all__)
-
-
 __all__ = [
     "all_gather",
     "all_sum_reduce",
@@ -242,3 +238,5 @@ __all__ = [
     "repartition",
     "sum_reduce",
 ]
+# Completion at a prompt offers these.
+__dir__ = partial(sorted, __all__)

@@ -8,13 +8,11 @@ loopback to a socket here, and from there to the other worker.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from ipaddress import ip_address
 from pathlib import Path
 from typing import final
 
@@ -22,10 +20,10 @@ from ..errors import ConfigurationError, ConnectionFailed, DistruntimeError
 from ..session.launcher import LaunchSpec
 from ..session.session import Session
 from ..wire.address import host_of
-from ..wire.keys import KeyPair, choose, default_path
+from ..wire.keys import KeyPair, choose, default_path, is_local
 from .ssh import SshLauncher, SshWorker
 from .ssh_address import SshAddress, is_ssh
-from .ssh_agent import reach
+from .ssh_agent import network, reach
 
 log = logging.getLogger("distruntime")
 
@@ -92,7 +90,7 @@ class SshRoutes:
             if k != number
             and address.startswith("tcp://")
             # A loopback is that of the machine on which one looks.
-            and (not _is_loopback(address) or self._network(k) == network)
+            and (not is_local(address) or self._network(k) == network)
         }
         if worker is not None:
             found = worker.ways.reaches(list(asked.values())) if asked else []
@@ -112,7 +110,7 @@ class SshRoutes:
                 other, address.startswith("ipc://") and self._network(one) == self._network(other)
             )
         # Nobody can look from a daemon on another machine. What does not reach it is not reached by it.
-        return not _is_loopback(address) and (back is None or back.get(one, False))
+        return not is_local(address) and (back is None or back.get(one, False))
 
     def _network(self, number: int) -> str:
         """Return what is the same for workers that share a loopback, as far as it is known."""
@@ -120,7 +118,7 @@ class SshRoutes:
         if worker is not None:
             return worker.network or f"node {number}"
         # A daemon that is dialled at a loopback is on this machine.
-        return _own_network() if _is_loopback(self._session.nodes[number].address) else f"node {number}"
+        return _own_network() if is_local(self._session.nodes[number].address) else f"node {number}"
 
     def _through_here(self, one: int, other: int, address: str) -> str:
         """Make the way from one node to another through this machine; return what the first one dials."""
@@ -143,19 +141,8 @@ class SshRoutes:
         )
 
 
-def _is_loopback(address: str) -> bool:
-    try:
-        return address.startswith("ipc://") or ip_address(host_of(address).partition("%")[0]).is_loopback
-    except ValueError:
-        return host_of(address) == "localhost"
-
-
 def _own_network() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return boot + os.readlink("/proc/self/ns/net")
-    except OSError:
-        return "this machine"
+    return network() or "this machine"
 
 
 # A dot is shown so often while workers start, and so often somebody looks.

@@ -13,8 +13,8 @@ from ..collectives.plan import Cuts
 from ..collectives.plans import coordinates, number, slices_of
 from ..collectives.reductions import ReduceOp
 from ..errors import UsageError, without_our_frames
-from .losses import NARROW, Loss, Targets, Tensors, reduced_by
-from .weights import Copies, partition, require_default
+from .losses import Loss, Targets, Tensors, reduced_by
+from .weights import NARROW, Copies, partition, require_default, widened
 
 
 class CrossEntropyLoss(Loss):
@@ -66,7 +66,7 @@ class CrossEntropyLoss(Loss):
         targets = self._targets(target, cuts, but=1)
         weights = None if self.weight is None else self._copies(self.weight)
         if self._cut:
-            wide = [x.float() if x.dtype in NARROW else x for x in given]
+            wide = widened(given)
             losses = [y.to(x.dtype) for x, y in zip(given, self._of_cut_classes(wide, targets, cuts))]
         else:
             losses = [

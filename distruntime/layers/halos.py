@@ -14,9 +14,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import product
 from math import prod
 
+from ..collectives import plans
 from ..collectives.plan import Cuts, Size
 from ..collectives.plans import balanced, coordinates, number
 from ..errors import UsageError
@@ -119,7 +120,7 @@ def plan_halos(cuts: Cuts, shape: Size, rules: tuple[Rule, ...], split: bool) ->
         lengths if rule == Same() else balanced(n, len(lengths))
         for rule, n, lengths in zip(rules, outputs, cuts)
     )
-    spans, results = [_spans(c) for c in cuts], [_spans(c) for c in cut]
+    spans, results = [plans.spans(c) for c in cuts], [plans.spans(c) for c in cut]
     members = tuple(
         _member(k, index, shape, spans, results, inputs, rules, split)
         for k, index in enumerate(coordinates(shape))
@@ -145,11 +146,6 @@ def _in_rounds(members: Sequence[Member]) -> tuple[tuple[int, int], ...]:
             rounds[at] |= {k, cell.source}
             found.append((at, k, number_of))
     return tuple((k, number_of) for _, k, number_of in sorted(found))
-
-
-def _spans(lengths: Sequence[int]) -> list[Range]:
-    ends = list(accumulate(lengths))
-    return list(zip([0, *ends], ends))
 
 
 def _member(

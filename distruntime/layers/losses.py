@@ -5,7 +5,7 @@ Here are those that have a number for each element. classes.py has the cross ent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
@@ -16,11 +16,9 @@ from ..collectives.partition import Partition
 from ..collectives.plan import Cuts
 from ..collectives.plans import slices_of
 from ..errors import UsageError, without_our_frames
-from .weights import partition
+from .weights import NARROW, partition
 
 Tensors = list[torch.Tensor]
-# Sums of many numbers of these types are made in float32.
-NARROW = (torch.float16, torch.bfloat16)
 Targets = torch.Tensor | Sequence[torch.Tensor]
 
 
@@ -58,10 +56,14 @@ class Loss(torch.nn.Module):
 class _Elements(Loss):
     """A loss that has a number for each element, of the input and the target there."""
 
+    # torch's function, and what it takes besides the tensors and `reduction`: attributes of the loss.
+    _function: Callable[..., torch.Tensor]  # type: ignore[explicit-any]
+    _options: tuple[str, ...] = ()
     # The words that torch's loss knows for `reduction`.
     words: tuple[str, ...] = ("none", "mean", "sum")
 
-    def _begin(self, P: Partition, reduction: str) -> None:
+    @without_our_frames
+    def __init__(self, P: Partition, reduction: str = "mean") -> None:
         super().__init__()
         self.reduction = reduced_by(reduction, self.words)
         self._note(partition(P))
@@ -100,116 +102,13 @@ class _Elements(Loss):
 
     def _part(self, x: torch.Tensor, target: torch.Tensor, how: str, cuts: Cuts, k: int) -> torch.Tensor:
         """Return the loss of the k-th place's elements, or their sum."""
-        raise NotImplementedError
+        options = {name: self._at(name, getattr(self, name), cuts, k) for name in self._options}
+        return self._function(x, target, reduction=how, **options)
 
-
-class MSELoss(_Elements):
-    """`torch.nn.MSELoss` of inputs that are partitioned.
-
-    The target is a list of shards like the inputs', or a whole tensor, here or on a place. With "mean" and
-    "sum" the result is one number, on the first place; with "none" it is a list of shards.
-
-    Args:
-        P: how the inputs are partitioned.
-    """
-
-    @without_our_frames
-    def __init__(self, P: Partition, reduction: str = "mean") -> None:
-        self._begin(P, reduction)
-
-    def _part(self, x: torch.Tensor, target: torch.Tensor, how: str, cuts: Cuts, k: int) -> torch.Tensor:
-        return F.mse_loss(x, target, reduction=how)
-
-
-class L1Loss(_Elements):
-    """`torch.nn.L1Loss` of inputs that are partitioned. See `MSELoss`."""
-
-    @without_our_frames
-    def __init__(self, P: Partition, reduction: str = "mean") -> None:
-        self._begin(P, reduction)
-
-    def _part(self, x: torch.Tensor, target: torch.Tensor, how: str, cuts: Cuts, k: int) -> torch.Tensor:
-        return F.l1_loss(x, target, reduction=how)
-
-
-class SmoothL1Loss(_Elements):
-    """`torch.nn.SmoothL1Loss` of inputs that are partitioned. See `MSELoss`."""
-
-    @without_our_frames
-    def __init__(self, P: Partition, reduction: str = "mean", beta: float = 1.0) -> None:
-        self._begin(P, reduction)
-        self.beta = beta
-
-    def _part(self, x: torch.Tensor, target: torch.Tensor, how: str, cuts: Cuts, k: int) -> torch.Tensor:
-        return F.smooth_l1_loss(x, target, reduction=how, beta=self.beta)
-
-
-class HuberLoss(_Elements):
-    """`torch.nn.HuberLoss` of inputs that are partitioned. See `MSELoss`."""
-
-    @without_our_frames
-    def __init__(self, P: Partition, reduction: str = "mean", delta: float = 1.0) -> None:
-        self._begin(P, reduction)
-        self.delta = delta
-
-    def _part(self, x: torch.Tensor, target: torch.Tensor, how: str, cuts: Cuts, k: int) -> torch.Tensor:
-        return F.huber_loss(x, target, reduction=how, delta=self.delta)
-
-
-class KLDivLoss(_Elements):
-    """`torch.nn.KLDivLoss` of inputs that are partitioned. See `MSELoss`.
-
-    Args:
-        P: how the inputs are partitioned.
-        reduction: "batchmean" too, which divides by the length of the first dimension as a whole.
-        log_target: whether the target is given as logarithms.
-    """
-
-    words = ("none", "mean", "batchmean", "sum")
-
-    @without_our_frames
-    def __init__(self, P: Partition, reduction: str = "mean", log_target: bool = False) -> None:
-        self._begin(P, reduction)
-        self.log_target = log_target
-
-    def _part(self, x: torch.Tensor, target: torch.Tensor, how: str, cuts: Cuts, k: int) -> torch.Tensor:
-        return F.kl_div(x, target, reduction=how, log_target=self.log_target)
-
-
-class PoissonNLLLoss(_Elements):
-    """`torch.nn.PoissonNLLLoss` of inputs that are partitioned. See `MSELoss`."""
-
-    @without_our_frames
-    def __init__(
-        self,
-        P: Partition,
-        log_input: bool = True,
-        full: bool = False,
-        eps: float = 1e-8,
-        reduction: str = "mean",
-    ) -> None:
-        self._begin(P, reduction)
-        self.log_input, self.full, self.eps = log_input, full, eps
-
-    def _part(self, x: torch.Tensor, target: torch.Tensor, how: str, cuts: Cuts, k: int) -> torch.Tensor:
-        return F.poisson_nll_loss(
-            x, target, log_input=self.log_input, full=self.full, eps=self.eps, reduction=how
-        )
-
-
-class _Weighted(_Elements):
-    """Binary cross entropies, whose elements may have weights."""
-
-    weight: torch.Tensor | None
-
-    def _hold(self, name: str, value: torch.Tensor | None) -> None:
-        """Keep weights whole on the first place, as layers keep theirs."""
-        self.register_buffer(name, None if value is None else value.to(self.P.homes[0].device))
-
-    def _at(self, name: str, value: torch.Tensor | None, cuts: Cuts, k: int) -> torch.Tensor | None:
-        """Return what the k-th place needs of weights that stand for the whole, by torch's broadcasting."""
-        if value is None:
-            return None
+    def _at(self, name: str, value: object, cuts: Cuts, k: int) -> object:
+        """Return the k-th place's part of an option: weights are of the whole, by torch's broadcasting."""
+        if not isinstance(value, torch.Tensor):
+            return value
         sizes = [sum(lengths) for lengths in cuts]
         own = [*value.shape]
         last = sizes[len(sizes) - len(own) :]
@@ -222,8 +121,94 @@ class _Weighted(_Elements):
         where = tuple(slice(None) if n == 1 else part for n, part in zip(own, box))
         return value[where].to(self.P.homes[k].device)
 
+    def _hold(self, name: str, value: torch.Tensor | None) -> None:
+        """Keep weights whole on the first place, as layers keep theirs."""
+        self.register_buffer(name, None if value is None else value.to(self.P.homes[0].device))
 
-class BCELoss(_Weighted):
+
+class MSELoss(_Elements):
+    """`torch.nn.MSELoss` of inputs that are partitioned.
+
+    The target is a list of shards like the inputs', or a whole tensor, here or on a place. With "mean" and
+    "sum" the result is one number, on the first place; with "none" it is a list of shards.
+
+    Args:
+        P: how the inputs are partitioned.
+    """
+
+    _function = staticmethod(F.mse_loss)
+
+
+class L1Loss(_Elements):
+    """`torch.nn.L1Loss` of inputs that are partitioned. See `MSELoss`."""
+
+    _function = staticmethod(F.l1_loss)
+
+
+class SmoothL1Loss(_Elements):
+    """`torch.nn.SmoothL1Loss` of inputs that are partitioned. See `MSELoss`."""
+
+    _function = staticmethod(F.smooth_l1_loss)
+    _options = ("beta",)
+
+    @without_our_frames
+    def __init__(self, P: Partition, reduction: str = "mean", beta: float = 1.0) -> None:
+        super().__init__(P, reduction)
+        self.beta = beta
+
+
+class HuberLoss(_Elements):
+    """`torch.nn.HuberLoss` of inputs that are partitioned. See `MSELoss`."""
+
+    _function = staticmethod(F.huber_loss)
+    _options = ("delta",)
+
+    @without_our_frames
+    def __init__(self, P: Partition, reduction: str = "mean", delta: float = 1.0) -> None:
+        super().__init__(P, reduction)
+        self.delta = delta
+
+
+class KLDivLoss(_Elements):
+    """`torch.nn.KLDivLoss` of inputs that are partitioned. See `MSELoss`.
+
+    Args:
+        P: how the inputs are partitioned.
+        reduction: "batchmean" too, which divides by the length of the first dimension as a whole.
+        log_target: whether the target is given as logarithms.
+    """
+
+    _function = staticmethod(F.kl_div)
+    _options = ("log_target",)
+
+    words = ("none", "mean", "batchmean", "sum")
+
+    @without_our_frames
+    def __init__(self, P: Partition, reduction: str = "mean", log_target: bool = False) -> None:
+        super().__init__(P, reduction)
+        self.log_target = log_target
+
+
+class PoissonNLLLoss(_Elements):
+    """`torch.nn.PoissonNLLLoss` of inputs that are partitioned. See `MSELoss`."""
+
+    _function = staticmethod(F.poisson_nll_loss)
+    _options = ("log_input", "full", "eps")
+
+    @without_our_frames
+    def __init__(
+        self,
+        P: Partition,
+        log_input: bool = True,
+        full: bool = False,
+        eps: float = 1e-8,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__(P, reduction)
+        self.log_input, self.full, self.eps = log_input, full, eps
+
+
+class BCELoss(_Elements):
     """`torch.nn.BCELoss` of probabilities that are partitioned. See `MSELoss`.
 
     Args:
@@ -231,16 +216,16 @@ class BCELoss(_Weighted):
         weight: a weight for each element of the whole, or what torch broadcasts to it.
     """
 
+    _function = staticmethod(F.binary_cross_entropy)
+    _options = ("weight",)
+
     @without_our_frames
     def __init__(self, P: Partition, weight: torch.Tensor | None = None, reduction: str = "mean") -> None:
-        self._begin(P, reduction)
+        super().__init__(P, reduction)
         self._hold("weight", weight)
 
-    def _part(self, x: torch.Tensor, target: torch.Tensor, how: str, cuts: Cuts, k: int) -> torch.Tensor:
-        return F.binary_cross_entropy(x, target, self._at("weight", self.weight, cuts, k), reduction=how)
 
-
-class BCEWithLogitsLoss(_Weighted):
+class BCEWithLogitsLoss(_Elements):
     """`torch.nn.BCEWithLogitsLoss` of inputs that are partitioned. See `BCELoss`.
 
     Args:
@@ -248,6 +233,9 @@ class BCEWithLogitsLoss(_Weighted):
         weight: a weight for each element of the whole, or what torch broadcasts to it.
         pos_weight: a weight for the ones of the target, in the same way.
     """
+
+    _function = staticmethod(F.binary_cross_entropy_with_logits)
+    _options = ("weight", "pos_weight")
 
     pos_weight: torch.Tensor | None
 
@@ -259,18 +247,9 @@ class BCEWithLogitsLoss(_Weighted):
         reduction: str = "mean",
         pos_weight: torch.Tensor | None = None,
     ) -> None:
-        self._begin(P, reduction)
+        super().__init__(P, reduction)
         self._hold("weight", weight)
         self._hold("pos_weight", pos_weight)
-
-    def _part(self, x: torch.Tensor, target: torch.Tensor, how: str, cuts: Cuts, k: int) -> torch.Tensor:
-        return F.binary_cross_entropy_with_logits(
-            x,
-            target,
-            self._at("weight", self.weight, cuts, k),
-            reduction=how,
-            pos_weight=self._at("pos_weight", self.pos_weight, cuts, k),
-        )
 
 
 def reduced_by(value: str, words: Sequence[str] = ("none", "mean", "sum")) -> str:

@@ -7,6 +7,8 @@ gradients. Its first argument is the partition, and the others are torch's. docs
 
 from __future__ import annotations
 
+from functools import partial
+
 from .between import Each, Repartition
 from .classes import CrossEntropyLoss
 from .convolutions import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
@@ -23,12 +25,6 @@ from .losses import (
 )
 from .norms import BatchNorm1d, BatchNorm2d, BatchNorm3d, LayerNorm, RMSNorm
 from .pools import AvgPool1d, AvgPool2d, AvgPool3d, MaxPool1d, MaxPool2d, MaxPool3d, Upsample
-
-
-def __dir__() -> list[str]:
-    # Completion at a prompt offers these.
-    return sorted(__all__)
-
 
 __all__ = [
     "AvgPool1d",
@@ -63,3 +59,5 @@ __all__ = [
     "SmoothL1Loss",
     "Upsample",
 ]
+# Completion at a prompt offers these.
+__dir__ = partial(sorted, __all__)

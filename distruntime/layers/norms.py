@@ -12,7 +12,7 @@ from ..collectives import primitives
 from ..collectives.partition import Partition
 from ..collectives.plans import coordinates, number
 from ..errors import UsageError, without_our_frames
-from .weights import Copies, partition, require_balanced
+from .weights import Copies, partition, require_balanced, widened
 
 Tensors = list[torch.Tensor]
 
@@ -45,9 +45,7 @@ def mean_square(xs: Sequence[torch.Tensor], on: Partition, dims: Sequence[int], 
 
 
 def _own(x: torch.Tensor, dims: Sequence[int]) -> tuple[int, torch.Tensor, torch.Tensor]:
-    count = 1
-    for d in dims:
-        count *= x.shape[d]
+    count = prod(x.shape[d] for d in dims)
     if count == 0:
         zero = x.sum(list(dims), keepdim=True)
         return 0, zero, zero
@@ -67,10 +65,6 @@ def _merged(stack: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     shares = counts / counts.sum(0)
     mean = (shares * means).sum(0)
     return mean, (shares * (variances + (means - mean).square())).sum(0)
-
-
-# Sums of many numbers of these types are made in float32, as torch makes them.
-_NARROW = (torch.float16, torch.bfloat16)
 
 
 class _Batch(torch.nn.modules.batchnorm._BatchNorm):
@@ -121,7 +115,7 @@ class _Batch(torch.nn.modules.batchnorm._BatchNorm):
             raise UsageError(
                 f"Expected more than 1 value per channel when training, got input size {torch.Size(size)}"
             )
-        wide = [x.float() if x.dtype in _NARROW else x for x in given]
+        wide = widened(given)
         means, variances = moments(wide, self.P, [d for d in range(len(size)) if d != 1])
         if self.training and self.track_running_stats:
             self._track(means, variances, count)
@@ -234,7 +228,7 @@ class LayerNorm(_Last, torch.nn.LayerNorm):
             return [
                 F.layer_norm(x, shape, _at(weights, k), _at(biases, k), self.eps) for k, x in enumerate(given)
             ]
-        wide = [x.float() if x.dtype in _NARROW else x for x in given]
+        wide = widened(given)
         means, variances = moments(wide, self.P, self._dims)
         return [
             _scaled((x - mean) * torch.rsqrt(variance + self.eps), _at(weights, k), _at(biases, k)).to(
@@ -266,7 +260,7 @@ class RMSNorm(_Last, torch.nn.RMSNorm):
         """Return the shards of the outputs. Return at once."""
         given = self._given(xs)
         weights = None if self.weight is None else self._copies(self.weight)
-        wide = [x.float() if x.dtype in _NARROW else x for x in given]
+        wide = widened(given)
         eps = torch.finfo(wide[0].dtype).eps if self.eps is None else self.eps
         squares = mean_square(wide, self.P, self._dims, prod(self.normalized_shape))
         return [

@@ -19,6 +19,13 @@ from ..collectives.plans import balanced, coordinates, number
 from ..errors import NotSupportedError, UsageError
 
 T = TypeVar("T")
+# Sums of many numbers of these types are made in float32, as torch makes them.
+NARROW = (torch.float16, torch.bfloat16)
+
+
+def widened(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors whose sums are those that torch makes."""
+    return [x.float() if x.dtype in NARROW else x for x in xs]
 
 
 class Copies:

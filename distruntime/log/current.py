@@ -153,14 +153,17 @@ class _Set:
     May be entered again, also by several threads.
     """
 
-    def __init__(self, node: int | None, device: str | None, default: bool) -> None:
-        self._node, self._device, self._default = node, device, default
+    def __init__(
+        self, node: int | None, device: str | None, default: bool, mesh: Residence | None = None
+    ) -> None:
+        self._node, self._device, self._default, self._mesh = node, device, default, mesh
 
     def __repr__(self) -> str:
         where = " ".join(
             [
                 *([f"node {self._node}"] if self._node is not None else []),
                 *([self._device] if self._device is not None else []),
+                *([str(self._mesh.place)] if self._mesh is not None else []),
             ]
         )
         return f"<a context: new tensors go to {where} inside `with`; dr.set_place(...) is for good>"
@@ -168,7 +171,7 @@ class _Set:
     def __enter__(self) -> None:
         mode = torch.device("remote") if self._default else None
         # A place that is entered within a mesh's block counts there.
-        mesh = current_mesh.set(None) if self._node is not None or self._device is not None else None
+        mesh = current_mesh.set(self._mesh)
         node = current_node.set(self._node) if self._node is not None else None
         device = current_device.set(self._device) if self._device is not None else None
         if mode is not None:
@@ -194,25 +197,12 @@ def device_context(device: str) -> _Set:
     return _Set(None, device, False)
 
 
-class MeshContext:
-    """Makes a mesh's place current for the length of a `with` block.
+def mesh_context(residence: Residence, default: bool = True) -> _Set:
+    """Return the context that makes a mesh's place current.
 
-    With `default` it makes the mesh torch's default device, too.
+    With `default` it becomes torch's default device, too.
     """
-
-    def __init__(self, residence: Residence, default: bool = True) -> None:
-        self._residence, self._default = residence, default
-
-    def __enter__(self) -> None:
-        mode = torch.device("remote") if self._default else None
-        if mode is not None:
-            mode.__enter__()
-        _entered.set((*_entered.get(), Entered(self, mode, mesh=current_mesh.set(self._residence))))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _last_entered(self).leave(kind, error, trace)
+    return _Set(None, None, default, residence)
 
 
 def enter_stream(stream: StreamOfPlace) -> None:

@@ -14,6 +14,7 @@ Every function raises:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -116,11 +117,6 @@ def _operand(lines: Lines, x: torch.Tensor) -> torch.Tensor:
     return on_mesh_of(lines, x)
 
 
-def __dir__() -> list[str]:
-    # Completion at a prompt offers these.
-    return sorted(__all__)
-
-
 __all__ = [
     "Lines",
     "all_gather",
@@ -131,3 +127,5 @@ __all__ = [
     "reduce_scatter",
     "shift",
 ]
+# Completion at a prompt offers these.
+__dir__ = partial(sorted, __all__)

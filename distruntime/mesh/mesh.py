@@ -18,7 +18,7 @@ import torch
 import torch.distributed.device_mesh
 
 from ..errors import NotSupportedError, UsageError, without_our_frames
-from ..log.current import MeshContext
+from ..log.current import mesh_context
 from ..log.handle import Place
 from ..log.issue import issue_default
 from ..log.line import user_line
@@ -59,7 +59,7 @@ class DeviceMesh(torch.distributed.device_mesh.DeviceMesh):
         self._sizes = tuple(shape)
         # Coordinates and slices are kept here.
         self._kept: dict[Any, Any] = {}
-        self._context = MeshContext(self._home)
+        self._context = mesh_context(self._home)
         prepare()
         # The default group belongs to the members, not to this mesh, which can go with all that it keeps.
         everybody = partial(self._mesh_log.lines_of, [[*range(len(places))]], Lines)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ..collectives.arguments import handle_of
 from ..errors import PlacementError, UsageError, without_our_frames
-from ..log.handle import Handle
+from ..log.handle import Handle, Place
 from ..log.shards import belongs, mesh_of, whole_of
 from ..operators.proxies import wrap
 from ..operators.transfer import upload
@@ -126,3 +126,8 @@ class _FromShards(torch.autograd.Function):
     def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         parts = members_of(grad if isinstance(grad, UnevenTensor) else _on_mesh(grad))
         return None, *(part if remote else part.cpu() for part, remote in zip(parts, ctx.remote))
+
+
+def at_place(t: torch.Tensor, place: Place) -> torch.Tensor:
+    """Return a remote tensor at a place; a local one stays, as it is sent there later."""
+    return t.to(place) if isinstance(t, DistributedTensor) and t.place != place else t

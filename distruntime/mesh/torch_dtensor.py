@@ -26,7 +26,7 @@ from torch.distributed.tensor import _collective_utils, _utils, placement_types
 
 from ..backend.attention import of_dtensors
 from ..errors import NotSupportedError, PlacementError
-from ..log.current import MeshContext, asked_by_fakes
+from ..log.current import asked_by_fakes, mesh_context
 from ..operators.new_calls import for_each_member
 from ..tensors.tensor import DistributedTensor
 from ..tensors.uneven import UnevenTensor, varying_int
@@ -269,7 +269,7 @@ def _at_members(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> A
     )
     if home is None:
         return function(*args, **kwargs)
-    with MeshContext(home, default=False):
+    with mesh_context(home, default=False):
         return function(*args, **kwargs)
 
 
@@ -344,7 +344,7 @@ def _where_it_is(iterate: Callable[..., Any], /, value: Any, *args: Any, **kwarg
     Of a mesh's tensors that is where they are.
     """
     home = home_of(getattr(value, "_local_tensor", None))
-    with contextlib.nullcontext() if home is None else MeshContext(home, default=False):
+    with contextlib.nullcontext() if home is None else mesh_context(home, default=False):
         return iterate(value, *args, **kwargs)
 
 

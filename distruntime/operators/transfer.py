@@ -1,6 +1,6 @@
 """Bytes between the master and a place: uploads and reads.
 
-Copies between nodes do not pass through here: see special.py.
+Copies between nodes do not pass through here: see copies.py of the collectives.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from ..errors import PlacementError, UsageError, without_our_frames
 from ..mesh import lines
 from ..mesh.mesh import DeviceMesh
-from ..mesh.sharding import from_shards
+from ..mesh.sharding import at_place, from_shards
 from ..tensors.tensor import DistributedTensor
 
 
@@ -92,7 +93,7 @@ class DataParallel(torch.nn.Module):
         if not t.dim():
             return t.to(self._mesh.device)
         return from_shards(
-            [_at(part, place) for part, place in zip(self._cut(t), self._mesh.places)], self._mesh
+            [at_place(part, place) for part, place in zip(self._cut(t), self._mesh.places)], self._mesh
         )
 
     def _cut(self, t: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -118,7 +119,9 @@ class DataParallel(torch.nn.Module):
 
     def _gathered(self, result: Any) -> Any:
         count = len(self._mesh.places)
-        return self._joined([tree_map_only(torch.Tensor, _member(k), result) for k in range(count)])
+        return self._joined(
+            [tree_map_only(torch.Tensor, methodcaller("member", k), result) for k in range(count)]
+        )
 
     def _joined(self, results: Sequence[Any]) -> Any:
         """Return the members' results as one, where the first member is."""
@@ -129,19 +132,10 @@ class DataParallel(torch.nn.Module):
             if not isinstance(of_all[0], torch.Tensor):
                 found.append(of_all[0])
                 continue
-            here = [_at(t, first) for t in of_all]
+            here = [at_place(t, first) for t in of_all]
             found.append(torch.cat(here) if here[0].dim() else torch.stack(here))
         return tree_unflatten(found, tree_flatten(results[0])[1])
 
 
-def _member(k: int) -> Callable[[Any], Any]:
-    return lambda t: t.member(k)
-
-
 def _is_cut(t: Any) -> bool:
     return isinstance(t, torch.Tensor) and t.dim() > 0
-
-
-def _at(t: torch.Tensor, place: Any) -> torch.Tensor:
-    """Return a remote tensor at a place; a local one stays, as it is sent there later."""
-    return t.to(place) if isinstance(t, DistributedTensor) and t.place != place else t

@@ -15,7 +15,7 @@ from ..mesh import lines
 from ..mesh.each_member import home_of
 from ..mesh.line_groups import Lines
 from ..mesh.mesh import DeviceMesh
-from ..mesh.sharding import from_shards
+from ..mesh.sharding import at_place, from_shards
 from ..tensors.tensor import DistributedTensor
 from ..tensors.uneven import UnevenTensor
 
@@ -217,7 +217,7 @@ class Experts(nn.Module):
                 every[f"{rank * self._count + int(k)}.{rest}"].to(t.dtype)
                 for _, rank in sorted((m, r) for row in self.along.rows for r, m in enumerate(row))
             ]
-            t.copy_(from_shards([_at(s, p) for s, p in zip(shards, self._mesh.places)], self._mesh))
+            t.copy_(from_shards([at_place(s, p) for s, p in zip(shards, self._mesh.places)], self._mesh))
 
     def extra_repr(self) -> str:
         return f"{self.along.size * self._count} experts, {self._count} at each member"
@@ -228,11 +228,6 @@ def over_members(along: Lines, norm: torch.Tensor, norm_type: float) -> torch.Te
     if norm_type == math.inf:
         return lines.all_reduce(along, norm, "max")
     return lines.all_reduce(along, norm**norm_type) ** (1 / norm_type)
-
-
-def _at(t: torch.Tensor, place: Any) -> torch.Tensor:
-    """Return a tensor at a place; a local one stays, as it is sent there later."""
-    return t.to(place) if isinstance(t, DistributedTensor) and t.place != place else t
 
 
 def _lines(mesh: DeviceMesh, along: Modes, name: str) -> Lines:

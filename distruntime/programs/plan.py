@@ -7,7 +7,6 @@ since.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence, Set
 from functools import partial
 
@@ -20,10 +19,11 @@ from ..guards.guards import Guards
 from ..guards.seen import same
 from ..log.current import current_device, current_mesh, current_node, current_streams
 from ..log.handle import Handle
-from ..log.line import line_number, user_line
+from ..log.line import user_line
 from ..log.log import Log
 from ..operators.proxies import view_of
 from ..session.session import session_of_log
+from ..session.stalls import warn_at
 from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD
 from .attempt import Attempt
@@ -68,17 +68,13 @@ class Tries:
         if self._told:
             return
         self._told = True
-        _, call, at = user_line()
-        file, number = (
-            ("<unknown>", 0) if call is None else (call.code.co_filename, line_number(call.code, at))
-        )
         text = (
             f"the program {name!r} was recorded {_MOST} times, and no call was replayed: such calls run "
             f"plainly from now on, as without dr.program. {self.why}\n"
             "  pass what changes as an argument, or keep it in a remote tensor; "
             "if it must change, leave dr.program out"
         )
-        warnings.warn_explicit(text, UserWarning, file, number)
+        warn_at(text, user_line())
 
 
 # This is an argument, a tensor that is held, or a value that is returned.

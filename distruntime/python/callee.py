@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +18,7 @@ from ..errors import ConfigurationError, PlacementError, UsageError, is_of_handl
 from ..guards.captured import Captured
 from ..log.handle import Handle, Residence, new_value
 from ..log.issue import issue, stream_at, template_number
-from ..log.line import Line, line_number, user_line
+from ..log.line import Line, user_line
 from ..log.log import Log
 from ..log.mesh_log import workers_of
 from ..log.node import Node
@@ -28,6 +27,7 @@ from ..log.storage import ReadOnlyStorage
 from ..log.uses import Memory
 from ..operators.transfer import upload
 from ..session.session import active, active_session
+from ..session.stalls import warn_at
 from ..tensors.tensor import DistributedTensor
 from ..tensors.uneven import UnevenTensor
 from ..wire.codec import OPERAND
@@ -204,9 +204,7 @@ class Latest:
 
 def warn(text: str) -> None:
     """Warn at the user's line."""
-    _, call, at = user_line()
-    name, number = ("<unknown>", 0) if call is None else (call.code.co_filename, line_number(call.code, at))
-    warnings.warn_explicit(text, UserWarning, name, number)
+    warn_at(text, user_line())
 
 
 def forget(callee: Callee) -> None:

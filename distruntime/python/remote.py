@@ -102,10 +102,11 @@ class RemoteFunction:
 
     def __reduce__(self) -> tuple[object, ...]:
         # A function that calls another gets the plain one: it is on a worker already.
-        return _plain, (self._thing,)
+        return plain, (self._thing,)
 
 
-def _plain(thing: object) -> object:
+def plain(thing: object) -> object:
+    """Return what a pickled function or class is where it arrives: itself."""
     return thing
 
 

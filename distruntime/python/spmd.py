@@ -46,6 +46,7 @@ from ..wire.shield import Lock
 from .callee import Callee, Code, Latest, Options, forget, require_python, upload_bytes
 from .objects import RemoteObject, issued, object_of
 from .pickling import Operand, pack
+from .remote import plain
 from .results import ByRank
 
 P = ParamSpec("P")
@@ -327,7 +328,7 @@ class SpmdFunction(Generic[P, R]):
 
     def __reduce__(self) -> tuple[object, ...]:
         # A function that calls another is a rank already.
-        return _plain, (self._fn,)
+        return plain, (self._fn,)
 
 
 def _forget(mesh: DeviceMesh, callee: Callee) -> None:
@@ -335,10 +336,6 @@ def _forget(mesh: DeviceMesh, callee: Callee) -> None:
     if team is not None and callee.code is not None:
         team.forget(callee.code)
     forget(callee)
-
-
-def _plain(thing: object) -> object:
-    return thing
 
 
 @overload

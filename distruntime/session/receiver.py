@@ -51,7 +51,7 @@ class Connector(Protocol):
     def happened(self, event: PeerEvent) -> None:
         """Act on what a connection reports that is no worker's now."""
 
-    def parted(self, node: Node) -> None:
+    def parted(self) -> None:
         """Seek a worker whose connection is no more."""
 
     def lost(self, node: Node) -> None:

@@ -310,7 +310,7 @@ class Session:
             self.lose(node, epitaph)
         else:
             node.presence.absence = Absence(why)
-            self.connector.parted(node)
+            self.connector.parted()
 
     def _hang_up(self, node: Node) -> None:
         peer, node.link.peer = node.link.peer, None

@@ -132,7 +132,8 @@ _lock = RLock()
 _found: dict[tuple[CodeType | None, int, str], list[float]] = {}
 _mode = "default"
 # Python notes here which lines it has warned of, as it does in a module's globals.
-_warned: dict[str | tuple[str, type[Warning], int], int] = {}
+Told = dict[str | tuple[str, type[Warning], int], int]
+_warned: Told = {}
 
 
 @without_our_frames
@@ -164,9 +165,14 @@ def before_wait(why: str) -> None:
     text = f"{why} blocks until a worker answers\n  at {line}\n  `await dr.fetch_async(x)` does not block"
     if _mode == "error":
         raise UsageError(text)
-    _, call, at = found
+    warn_at(text, found, _warned)
+
+
+def warn_at(text: str, line: Line, registry: Told | None = None) -> None:
+    """Warn at a line of the user's."""
+    _, call, at = line
     name, number = ("<unknown>", 0) if call is None else (call.code.co_filename, line_number(call.code, at))
-    warnings.warn_explicit(text, UserWarning, name, number, registry=_warned)
+    warnings.warn_explicit(text, UserWarning, name, number, registry=registry)
 
 
 def note_wait(why: str, started: float) -> None:

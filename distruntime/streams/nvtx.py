@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from ..errors import UsageError, without_our_frames
 from ..log.issue import issue
@@ -18,12 +19,6 @@ from ..operators.signatures import template
 from ..tensors.tensor import DistributedTensor
 from ..wire.units import printable
 from .stream import Stream, current_stream
-
-
-def __dir__() -> list[str]:
-    # Completion at a prompt offers these.
-    return sorted(__all__)
-
 
 __all__ = ["mark", "range", "range_pop", "range_push"]
 
@@ -109,3 +104,7 @@ def _issue(stream: Stream, function: str, name: str) -> None:
         called = f"distruntime::{function} {name}"
         number, words = template(None, DistributedTensor, [name], {}, 0, place.node, name=called)
         issue([number, *words], (), (), (), place, user_line())
+
+
+# Completion at a prompt offers these.
+__dir__ = partial(sorted, __all__)

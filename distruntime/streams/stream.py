@@ -7,6 +7,7 @@ and this process, can wait for. Nothing here waits for a worker but `synchronize
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -348,6 +349,16 @@ class Event:
                 "distruntime.Event(enable_timing=True), both of them"
             )
         return elapsed(start, end)
+
+
+@without_our_frames
+def stream(stream: Stream | None) -> AbstractContextManager[object]:
+    """Return a context in which instructions on the stream's device go to it, and new tensors to its device.
+
+    None changes nothing. As in `torch.cuda.stream`, operations on other devices go to these devices' current
+    streams.
+    """
+    return nullcontext() if stream is None else expect(stream, Stream, "Stream")
 
 
 @without_our_frames

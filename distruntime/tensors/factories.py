@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -71,12 +72,6 @@ IntTensor = _class("IntTensor", torch.int32)
 LongTensor = _class("LongTensor", torch.int64)
 BoolTensor = _class("BoolTensor", torch.bool)
 
-
-def __dir__() -> list[str]:
-    # Completion at a prompt offers these.
-    return sorted(__all__)
-
-
 __all__ = [
     "BFloat16Tensor",
     "BoolTensor",
@@ -89,3 +84,5 @@ __all__ = [
     "LongTensor",
     "ShortTensor",
 ]
+# Completion at a prompt offers these.
+__dir__ = partial(sorted, __all__)

@@ -32,8 +32,8 @@ _NAMES = (os.path.join("transformer_lens", "hook_points.py"),)
 
 
 def _where(handle: Handle) -> str:
-    place = handle.place
     """Return the place as the device that torch takes, and in parentheses what it stands for."""
+    place = handle.place
     if place.node.members:
         return f"device='remote:{place.number}' (member 0 of {len(place.node.members)})"
     return f"device='remote:{place.number}' ({place.place})"
@@ -48,8 +48,6 @@ def summary(spec: Spec, where: str, state: str) -> str:
 def _status(handle: Handle) -> str:
     node = handle.place.worker
     session = session_of_log(node)
-    with node.lock:
-        ahead = sum(1 for flight in node.flights for line in flight.line_table if line[0] <= handle.ready_at)
     asked = session.ask(node, AskStatus)
     if not session.result(asked, 0.5) or asked.value is None:
         return f"no answer from {node} yet. .cpu() waits, Ctrl-C returns"

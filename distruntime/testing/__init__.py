@@ -7,15 +7,13 @@ group's collectives and their speed.
 
 from __future__ import annotations
 
+from functools import partial
+
 from .adjoints import check_adjoint
 from .collectives import check_collectives
 from .data_channels import check_data_channel
 from .launchers import check_launcher
 
-
-def __dir__() -> list[str]:
-    # Completion at a prompt offers these.
-    return sorted(__all__)
-
-
 __all__ = ["check_adjoint", "check_collectives", "check_data_channel", "check_launcher"]
+# Completion at a prompt offers these.
+__dir__ = partial(sorted, __all__)

@@ -29,7 +29,7 @@ def require_port(address: str) -> None:
 def resolve(address: str) -> list[str]:
     """Return the endpoints that a tcp address stands for.
 
-    None where its host is a wildcard, an interface or unknown yet.
+    An empty list where its host is a wildcard, an interface or unknown yet.
     """
     if not address.startswith("tcp://"):
         return []

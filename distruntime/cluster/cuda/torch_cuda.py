@@ -15,8 +15,7 @@ from ...errors import without_our_frames
 from ...session.session import active_session
 from ...session.stalls import get_sync_debug_mode, set_sync_debug_mode
 from ...streams import nvtx
-from ...streams.context import stream
-from ...streams.stream import Event, Stream
+from ...streams.stream import Event, Stream, stream
 from ...tensors.tensor import DistributedTensor
 from .functions import TYPES, type_named
 from .places import current_device, device_count, place_of

@@ -61,17 +61,16 @@ def memory_in(values: Iterable[object]) -> Iterator[torch.UntypedStorage]:
             yield from memory_in([*value.inputs, *value.outputs])
 
 
-def held_in(slots: Slots) -> dict[str, int]:
+def held_in(slots: Slots) -> dict[torch.device, int]:
     """Return the bytes that values in slots hold, by device, each memory once. Walks over all values."""
-    found: dict[str, int] = {}
+    found: dict[torch.device, int] = {}
     seen: set[int] = set()
-    # Other threads add and free meanwhile.
+    # Other threads add and free meanwhile; and what is in the copy keeps its address.
     values = slots.copy()
     for memory in memory_in(values.values()):
         if memory._cdata not in seen:
             seen.add(memory._cdata)
-            device = str(memory.device)
-            found[device] = found.get(device, 0) + memory.nbytes()
+            found[memory.device] = found.get(memory.device, 0) + memory.nbytes()
     return found
 
 
@@ -134,15 +133,8 @@ class Budget:
         A result whose thread has not called `add` yet may be in it twice after that, never not at all.
         """
         began = monotonic()
-        found = dict.fromkeys(self._most, 0)
-        # Other threads add and free meanwhile; and what is in the copy keeps its address.
-        values = self._values.copy()
-        seen: set[int] = set()
-        for memory in memory_in(values.values()):
-            if memory._cdata not in seen:
-                seen.add(memory._cdata)
-                if memory.device in found:
-                    found[memory.device] += memory.nbytes()
+        held = held_in(self._values)
+        found = {device: held.get(device, 0) for device in self._most}
         self._sum = found
         ended = monotonic()
         self._next = ended + _PAUSE * (ended - began)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import linecache
-import os
 import pickle
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -30,7 +28,7 @@ from ..values.step import Operator
 from ..values.template import Template
 from .operations import PAST_END, named
 from .running import Around
-from .skeleton import Real, arguments, load, missing
+from .skeleton import Real, arguments, load_code, missing
 from .structure import Memories, can_be_proxy, described, leaves, owned, strangers
 
 # Numpy has these dtypes, too.
@@ -89,16 +87,7 @@ class Calls:
         if self._refused:
             # The call fails, and that is one failure for all that follows of it.
             return Held(None)
-        match load(bytes(pickled.numpy()), (), self._device):
-            case (value, dict(sources)):
-                pass
-            case _:
-                raise ProtocolError("code that came is no pair")
-        for name, text in sources.items():
-            # A traceback shows these lines, whether this machine has the file or not.
-            if not os.path.exists(name):
-                linecache.cache[name] = len(text), None, text.splitlines(True), name
-        return Held(value)
+        return Held(load_code(bytes(pickled.numpy()), self._device))
 
     def _call(
         self,

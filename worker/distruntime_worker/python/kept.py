@@ -24,7 +24,7 @@ class Kept:
     def __init__(self, members: Keeper, lane: int, generation: int, stays: Stays) -> None:
         self._members, self._lane = weakref.ref(members), lane
         self._generation, self._stays = generation, stays
-        weakref.finalize(self, _drop, members.dropped[lane], generation, stays.number)
+        weakref.finalize(self, members.dropped[lane].append, (generation, stays.number))
 
     def __repr__(self) -> str:
         return f"<{self._stays.kind} in the process of a member>"
@@ -60,10 +60,6 @@ class Kept:
 
 def _unpickled(value: object) -> object:
     return value
-
-
-def _drop(dropped: list[tuple[int, int]], generation: int, number: int) -> None:
-    dropped.append((generation, number))
 
 
 class Results:

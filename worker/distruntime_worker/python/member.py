@@ -7,7 +7,6 @@ the nursery, and when the worker closes the socket that its standard input is.
 from __future__ import annotations
 
 import io
-import linecache
 import os
 import pdb
 import socket
@@ -22,7 +21,7 @@ import cloudpickle
 import torch
 import torch.distributed
 
-from distruntime.errors import NotSupportedError, ProtocolError, UsageError
+from distruntime.errors import NotSupportedError, UsageError
 
 from ..values.objects import class_name
 from ..values.step import Operator
@@ -30,7 +29,7 @@ from .children import end_with_nursery
 from .forked import end_child
 from .handing import Device, Incoming, Outgoing, Shared, Stays, receive, written
 from .shipped import Package, follow
-from .skeleton import arguments, load, missing
+from .skeleton import arguments, load, load_code, missing
 
 if torch.distributed.is_available():
     from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -242,14 +241,7 @@ class Member:
 
     def _function(self, run: Run) -> object:
         if run.digest not in self._code:
-            match load(run.code, (), self._real):
-                case (value, dict(sources)):
-                    self._code[run.digest] = value
-                case _:
-                    raise ProtocolError("code that came is no pair")
-            for name, text in sources.items():
-                if not os.path.exists(name):
-                    linecache.cache[name] = len(text), None, text.splitlines(True), name
+            self._code[run.digest] = load_code(run.code, self._real)
         return self._code[run.digest]
 
     def _real(self, named: torch.device) -> torch.device:

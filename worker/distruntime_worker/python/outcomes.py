@@ -22,6 +22,7 @@ from distruntime import errors
 from distruntime.wire.descriptors import require
 
 from ..machine.threads import no_room
+from ..values.objects import class_name
 
 if torch.distributed.is_available():
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -136,7 +137,7 @@ class Outcomes:
         """
         outcome: BaseException | None = error
         if self._store is not None:
-            words = json.dumps([_kind(error), str(error), getattr(error, "traceback_there", "")])
+            words = json.dumps([class_name(type(error)), str(error), getattr(error, "traceback_there", "")])
             # If the store is gone with its worker, the others hear of that from the master.
             with suppress(torch.distributed.DistError):
                 told = self._store.compare_set(f"{call}/end", "", words).decode()
@@ -159,11 +160,6 @@ class Outcomes:
 
 def _nothing() -> None:
     pass
-
-
-def _kind(error: BaseException) -> str:
-    kind = type(error)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _told(words: str) -> Exception:

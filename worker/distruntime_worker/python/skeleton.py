@@ -6,6 +6,8 @@ Invariant: nothing is unpickled that has not come from a master with the key. Se
 from __future__ import annotations
 
 import io
+import linecache
+import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -55,6 +57,20 @@ def load(pickled: bytes, operands: Sequence[object], device: Real) -> object:
             f"the code on this worker is another version than yours: {error}. dr.workers.ship(module) "
             "sends yours"
         ) from error
+
+
+def load_code(pickled: bytes, device: Real) -> object:
+    """Return a function, or any other object, that has come with the text of its files."""
+    match load(pickled, (), device):
+        case (value, dict(sources)):
+            pass
+        case _:
+            raise ProtocolError("code that came is no pair")
+    for name, text in sources.items():
+        # A traceback shows these lines, whether this machine has the file or not.
+        if not os.path.exists(name):
+            linecache.cache[name] = len(text), None, text.splitlines(True), name
+    return value
 
 
 def missing(error: ModuleNotFoundError) -> str:

@@ -160,7 +160,7 @@ class Activity:
     def _row(self, session: Session, seen: _Seen, now: float) -> SeenSession:
         state, executor = session.executor.state, session.executor
         if now >= seen.count_at:
-            seen.held = held_in(state.slots)
+            seen.held = {str(device): held for device, held in held_in(state.slots).items()}
             took = time.monotonic() - now
             seen.count_at = now + max(_COUNTED, _PAUSE * took)
         streams: list[StreamRow] = []

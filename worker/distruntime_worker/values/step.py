@@ -8,7 +8,7 @@ instructions (`Own`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -21,28 +21,23 @@ Words = list[Plain]
 # functions of the worker return. The key is a word, and a word need not be a ref: one of another kind finds
 # nothing here, or raises.
 Slots = dict[Plain, object]
+T = TypeVar("T")
 Run = Callable[[Slots, Words, int], int]
 
 
-def int_word(word: Plain) -> int:
-    """Return a word that must be a number; raise `TypeError` for any other."""
-    if isinstance(word, int):
-        return word
-    raise TypeError(f"the word {word!r:.80} is no number")
+def _word(kind: type[T], name: str) -> Callable[[Plain], T]:
+    def word(found: Plain) -> T:
+        """Return a word that must be of one kind; raise `TypeError` for any other."""
+        if isinstance(found, kind):
+            return found
+        raise TypeError(f"the word {found!r:.80} is no {name}")
+
+    return word
 
 
-def text_word(word: Plain) -> str:
-    """Return a word that must be a text; raise `TypeError` for any other."""
-    if isinstance(word, str):
-        return word
-    raise TypeError(f"the word {word!r:.80} is no text")
-
-
-def list_word(word: Plain) -> list[Plain]:
-    """Return a word that must be a list; raise `TypeError` for any other."""
-    if isinstance(word, list):
-        return word
-    raise TypeError(f"the word {word!r:.80} is no list")
+int_word = _word(int, "number")
+text_word = _word(str, "text")
+list_word: Callable[[Plain], list[Plain]] = _word(list, "list")
 
 
 def real_word(word: Plain) -> float | None:

@@ -64,13 +64,13 @@ class RemoteObject(Operand, Fetchable):
         callee = maker.child(what, shown or f"{maker.name} {what}", what)
         return issued(callee, _of_objects, self, *args)
 
-    def _kept(self, what: str) -> RemoteObject:
+    def _kept(self, what: str, *args: object) -> RemoteObject:
         """Issue what the worker does under a name, and whose result is an object: nobody is asked what it is.
 
         Return at once.
         """
         maker = self._maker
-        return object_of(maker.child(what, f"{maker.name} {what}", what), self)
+        return object_of(maker.child(what, f"{maker.name} {what}", what), self, *args)
 
     def __call__(self, *args: object, **kwargs: object) -> Result:
         """Call it on its worker."""
@@ -247,10 +247,19 @@ def _binary(
     return forward, reflected
 
 
+def _augmented(what: str) -> Callable[[RemoteObject, object], RemoteObject]:
+    @without_our_frames
+    def assign(self: RemoteObject, other: object) -> RemoteObject:
+        return self._kept(what, other)
+
+    return assign
+
+
 for _what in "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift".split():
     _forward, _reflected = _binary(_what)
     setattr(RemoteObject, f"__{_what.rstrip('_')}__", _forward)
     setattr(RemoteObject, f"__r{_what.rstrip('_')}__", _reflected)
+    setattr(RemoteObject, f"__i{_what.rstrip('_')}__", _augmented(f"i{_what.rstrip('_')}"))
 for _what in "lt le eq ne gt ge".split():
     setattr(RemoteObject, f"__{_what}__", _binary(_what)[0])
 for _what in "neg pos abs invert".split():

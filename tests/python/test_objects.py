@@ -351,3 +351,21 @@ def test_what_is_no_context_manager_says_so() -> None:
     with pytest.raises(AttributeError, match=r"'Env' object has no attribute '__enter__'"):
         with number:
             raise AssertionError("the block does not begin")
+
+
+def test_augmented_assignment_changes_the_object_that_others_hold() -> None:
+    numbers: Any = dr.remote(list)()
+    same = numbers
+    numbers += [1]
+    numbers *= 2
+    assert dr.fetch(same) == dr.fetch(numbers) == [1, 1]
+    names: Any = dr.remote(set)()
+    others = names
+    names |= {1, 2}
+    names -= {1}
+    assert dr.fetch(others) == {2}
+    # What cannot change is another object, as in Python.
+    count: Any = dr.remote(int)(3)
+    before = count
+    count += 4
+    assert (dr.fetch(count), dr.fetch(before)) == (7, 3)

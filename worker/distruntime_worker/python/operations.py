@@ -236,6 +236,7 @@ _NAMED: dict[str, Operator] = {
         name: getattr(operator, name)
         for name in (
             "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift neg pos abs invert "
+            "iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift "
             "lt le eq ne gt ge"
         ).split()
     },

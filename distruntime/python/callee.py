@@ -297,14 +297,21 @@ def written_by(
         for k, handle in enumerate(operands)
         if handle.spec is NO_TENSOR or writes is None or k in writes
     ]
-    # It may write what was taken out of any object: parameters of a model, for example.
+    return [*found, *lent_by(home)]
+
+
+def lent_by(home: Residence) -> list[Memory]:
+    """Return what Python on a worker may write besides: what was taken out of any object.
+
+    Parameters of a model are that, for example. Call under the lock, before the instruction is issued.
+    """
     lent, order = home.node.lent, home.node.order
     if lent.named:
-        return [*found, lent]
+        return [lent]
     # Nobody has any of that, and what was read of it may still be under way.
     if order is not None:
         order.follow(lent, stream_at(home))
-    return found
+    return []
 
 
 # -- what is remembered of results ---------------------------------------------------------------------------

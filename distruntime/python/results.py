@@ -23,6 +23,7 @@ from ..tensors.tensor import DistributedTensor
 from ..tensors.trees import joined
 from ..tensors.uneven import UnevenTensor, together
 from ..wire.codec import OPERAND
+from .callee import lent_by
 from .pickling import Operand
 from .structure import leaves, memory_of, wants_grad
 
@@ -165,7 +166,8 @@ def _gradients(
         if order is not None:
             for memory in saved:
                 order.find(memory, stream)
-        issue(words, made, [tape, *given], [tape.storage], home, line)
+        # It adds to gradients that the worker's Python holds.
+        issue(words, made, [tape, *given], [tape.storage, *lent_by(home)], home, line)
         if order is not None:
             for memory in saved:
                 order.read(memory, stream)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -152,3 +153,67 @@ def test_a_member_of_spmd_writes_what_it_has_kept(session: Any) -> None:
     slowly(big)
     adds(held)
     assert [one.tolist() for one in dr.shards(x) + dr.shards(y)] == [[10.0] * N] * 4
+
+
+def test_a_tensor_over_an_array_that_the_object_keeps(session: Any) -> None:
+    class Env:
+        def __init__(self) -> None:
+            self.buffer, self.big = numpy.zeros(N, numpy.float32), torch.ones(BIG, BIG)
+
+        def step(self) -> torch.Tensor:
+            slowly(self.big)
+            self.buffer += 1
+            return torch.from_numpy(self.buffer)
+
+    env: Any = dr.remote(Env)()
+    # The second call is a known one.
+    for k in range(1, 6, 2):
+        found = env.step()
+        env.step()
+        assert found.tolist() == [k + 1.0] * N
+
+
+def test_a_gradient_that_another_object_has_handed_out(session: Any) -> None:
+    class Net:
+        linear = torch.nn.Linear(N, 1, bias=False)
+        big = torch.ones(BIG, BIG)
+
+        def gradient(self) -> torch.Tensor:
+            weight = type(self).linear.weight
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            return weight.grad
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = type(self).linear(x)
+            found.register_hook(lambda gradient: slowly(type(self).big))
+            return found.sum()
+
+    made = dr.remote(Net)
+    one, other = made(), made()
+    gradient = one.gradient()
+    for k in range(1, 4):
+        other.forward(torch.ones(N, device=REMOTE)).backward()
+        assert gradient.tolist() == [[float(k)] * N]
+
+
+def test_a_state_that_the_object_keeps_detached(session: Any) -> None:
+    class Cell:
+        def __init__(self) -> None:
+            self.linear, self.h = torch.nn.Linear(N, N), torch.zeros(N)
+            self.big = torch.ones(BIG, BIG)
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.tanh(self.linear(x + self.h))
+            self.h = h.detach()
+            return h
+
+        def reset(self) -> None:
+            slowly(self.big)
+            self.h.zero_()
+
+    cell: Any = dr.remote(Cell)()
+    for _ in range(3):
+        h = cell.step(torch.ones(N, device=REMOTE))
+        cell.reset()
+        assert h.tolist() == [0.0] * N

@@ -138,19 +138,44 @@ def _memory(
     references a part has that nobody else holds. It is 0 where somebody may.
     """
     value: torch.Tensor = parts[key]  # type: ignore[assignment, call-overload]
-    storage = value.untyped_storage()._cdata
+    memory = value.untyped_storage()
+    storage = memory._cdata
     if storage in given:
         return given.index(storage)
+    # torch has not allocated it: an array of numpy's is behind it, which somebody may hold and
+    # write. Members of `dr.spmd` give shared memory, which they have made for that.
+    if not memory.resizable() and not memory.is_shared():
+        return None
     # Besides Python's object for the storage, the tensor holds it. What autograd has saved of a computed
     # value is guarded by its version counter. Another result in this memory is not.
-    only = torch._C._storage_Use_Count(storage) <= 2 and _holders(value) == 1
+    holders = torch._C._storage_Use_Count(storage)
+    only = holders <= 2 and _holders(value) == 1
     computed = (
-        recorded is not None and recorded[storage] == 1 and value.grad_fn is not None and not value._is_view()
+        recorded is not None
+        and recorded[storage] == 1
+        and value.grad_fn is not None
+        and not value._is_view()
+        and (holders <= 2 or (holders == 3 and _is_saved(value)))
     )
-    del value
+    del value, memory
     if (only or computed) and sys.getrefcount(parts[key]) <= alone:  # type: ignore[call-overload]
         return OWN
     return None
+
+
+def _is_saved(value: torch.Tensor) -> bool:
+    """Whether what has computed a value has saved it. That holds the value's memory once more.
+
+    What reads the value later, and saves it, holds the tensor itself.
+    """
+    node, storage = value.grad_fn, value.untyped_storage()._cdata
+    try:
+        saved = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        saved += getattr(node, "saved_tensors", ())
+    except RuntimeError:
+        # It has been freed, or written since.
+        return False
+    return any(isinstance(one, torch.Tensor) and one.untyped_storage()._cdata == storage for one in saved)
 
 
 def described(box: list[object], operands: Sequence[object], memories: Memories, recorded: bool) -> Plain:

@@ -264,6 +264,26 @@ def test_a_recurrent_layer_forward_on_one_stream_and_backward_on_another(
         del junk
 
 
+def test_a_function_of_two_devices_with_a_stream_each(workers: Workers, slow: None) -> None:
+    a, b = workers[0]
+    one, two = dr.Stream(a), dr.Stream(b)
+
+    def second(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return y.add_(x.sum().to(y.device) * 0 + 1)
+
+    add = dr.remote(second, writes=(1,))
+    for k in range(6):
+        with dr.stream(one):
+            x = busy(3) * 0
+        with dr.stream(two):
+            y = busy(60) * 0 + k
+        with dr.stream(one):
+            add(x, y)
+        with dr.stream(two):
+            v = y * 1
+        assert v.tolist() == [k + 1] * 4
+
+
 # -- groups and meshes ------------------------------------------------------------------------------
 
 

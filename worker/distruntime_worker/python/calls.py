@@ -68,18 +68,27 @@ def _awaited(result: object) -> object:
 
 class Calls:
     """The calls of one session, and what stands `around` each. `refused` says why this worker runs none, or
-    nothing. `own` has what a master calls by name besides what it does with objects.
+    nothing. `own` has what a master calls by name besides what it does with objects. `stream` returns the
+    device's stream that this thread issues to, or None.
     """
 
-    def __init__(self, refused: str, device: Real, around: Around, own: Mapping[str, Operator]) -> None:
+    def __init__(
+        self,
+        refused: str,
+        device: Real,
+        around: Around,
+        own: Mapping[str, Operator],
+        stream: Callable[[], torch.Stream | None],
+    ) -> None:
         self._refused, self._device, self._around, self._own = refused, device, around, own
+        self._stream = stream
         self._memories = Memories()
         self.table: dict[str, Operator] = {
             "python::load": self._load,
             "python::call": self._call,
             "python::take": self._take,
             "python::pickle": self._pickle,
-            "python::backward": _backward,
+            "python::backward": self._backward,
         }
 
     def _load(self, pickled: torch.Tensor) -> Held:
@@ -129,7 +138,12 @@ class Calls:
                 return {}
             return strangers(box, promised, operands, wanted is not None)
 
-        with gate or _no_gate, torch.set_grad_enabled(bool(modes[0])), _autocast(modes[1], given):
+        with (
+            gate or _no_gate,
+            torch.set_grad_enabled(bool(modes[0])),
+            _autocast(modes[1], given),
+            self._in_order(),
+        ):
             copied = self._run(name, function, args, kwargs, timeout, box, elsewhere)
         if promised in ("ask", "own"):
             told = self._told(box, operands, wanted is not None)
@@ -147,6 +161,17 @@ class Calls:
         if gate is None:
             return found
         return [*map(_detached, found), CallTape(gate, inputs, found)]
+
+    def _in_order(self) -> AbstractContextManager[None]:
+        """Order what a function issues to other devices of this worker with the stream that it is called on.
+
+        The master has ordered that one alone.
+        """
+        return accelerator.all_in_order(self._stream(), [s.device for s in accelerator.default_streams()])
+
+    def _backward(self, tape: CallTape, *grads: torch.Tensor | None) -> list[torch.Tensor]:
+        with self._in_order():
+            return _backward(tape, *grads)
 
     def _run(
         self,

@@ -47,6 +47,8 @@ for _name in ("torch.distributed.tensor", "torch._dynamo"):
 # Tests set what they try, and suppose the defaults of everything else. The processes of pytest-xdist have the
 # environment of the one that starts them, with what the suite has put there.
 _taken_out = [] if "PYTEST_XDIST_WORKER" in os.environ else take_out(os.environ)
+# A test that begins a session need not say how long workers may take on a busy machine.
+os.environ["DISTRUNTIME_TIMEOUT"] = str(STARTING)
 _shared: list[object] = []
 _leftovers: list[Leftovers] = []
 

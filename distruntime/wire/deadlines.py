@@ -130,6 +130,14 @@ GROUP = Deadline(
     "new_group(timeout=)",
     "one operation of a group, late members included",
 )
+FINISH = Deadline(
+    "finish",
+    60.0,
+    "DISTRUNTIME_FINISH_TIMEOUT",
+    "",
+    "one instruction of a master that has left, when another one resumes the session: after it, the worker "
+    "drops the rest",
+)
 ORPHAN = Deadline(
     "orphan",
     3.0,
@@ -140,5 +148,5 @@ ORPHAN = Deadline(
 
 DEADLINES = (
     *(CONNECT, DIAL, UNREACHABLE, GRACE, KEEP, SHUTDOWN, DETACH),
-    *(ASK, LOOK, TRACE, REPR, MEET, GROUP, ORPHAN),
+    *(ASK, LOOK, TRACE, REPR, MEET, GROUP, FINISH, ORPHAN),
 )

@@ -16,7 +16,8 @@ import os
 import re
 import secrets
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hmac import compare_digest
 
@@ -198,6 +199,15 @@ class Attached:
                 )
             self._proven = True
         return self._map(name)
+
+    def keep(self, words: Iterable[object]) -> None:
+        """Map what a log's words name: the master leaves, and closes what it has lent."""
+        for word in words:
+            match word:
+                case [str(name), int()]:
+                    # An upload that cannot have it fails when it runs.
+                    with suppress(OSError, ValueError, ProtocolError):
+                        self[name]
 
     def secret(self) -> bytes:
         """Return the secret in the master's segment, or nothing where this process cannot read it."""

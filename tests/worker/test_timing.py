@@ -15,7 +15,7 @@ from distruntime_worker.log.timing import MOST, ROW, Recorded
 from distruntime_worker.machine.devices import Devices
 from distruntime_worker.machine.kernels import Kernels
 from distruntime_worker.session.executor import Executor
-from distruntime_worker.session.session import Tracing
+from distruntime_worker.session.tracing import Tracing
 from distruntime_worker.values.streams import Work
 
 MUL = FIRST_TEMPLATE

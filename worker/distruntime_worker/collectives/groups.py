@@ -147,6 +147,15 @@ class Groups:
         finally:
             del self._groups[number]
 
+    def close_all(self) -> None:
+        """Close every group: nothing is left to run. Block until what a device has queued has run."""
+        for number in list(self._groups):
+            try:
+                self.close(number)
+            except Exception:
+                # No value depends on it, and the master has left.
+                log.exception("group %d does not close", number)
+
     def end_all(self, reason: str) -> None:
         """Break every group: the session is over."""
         self._ended = True

@@ -23,7 +23,7 @@ from ..machine import accelerator, lost
 from ..values.objects import INLINE_BYTES, PART_BYTES, Poisoned, described, failure, render, wire_tensor
 from ..values.streams import Action, Happening, HostCopy, Stream
 from .progress import Progress
-from .state import State, Tell
+from .state import Sent, State, Tell
 from .waits import DeviceWaits
 
 # One segment reports at most so many failures with their text: a loop of failing instructions says the same
@@ -194,6 +194,9 @@ class Answers:
 
     def answer_plainly(self, fetch: Fetch, value: object) -> None:
         """Answer a fetch with a value that is here."""
+        # The master's shared memory may be another session's by now.
+        if self._state.left:
+            return
         # The bytes are here. So if an operation of a group has spoilt them, that is known here by now.
         spoilt = self._state.spoilt_for(fetch.after)
         if spoilt is not None:
@@ -253,13 +256,7 @@ class Answers:
         """Return the events of all GPUs, where each stream has been given all up to a position of the log."""
         # A mesh's log has other positions.
         position = _END if self._state.meshes else position
-        return [
-            event
-            for streams in self._state.all_streams()
-            # The reader opens streams meanwhile.
-            for stream in list(streams.values())
-            for event in stream.events(position)
-        ]
+        return [event for stream in self._state.all_streams() for event in stream.events(position)]
 
     def _later(self, fetch: Fetch, value: object, events: Callable[[], Sequence[Happening]]) -> None:
         """Answer when a GPU has got to `events`; neither the reader nor a stream may block until then."""
@@ -331,5 +328,9 @@ class Answers:
         ]
         self._state.send(Reply(request, [*head, "parts"]), None)
         with self._state.turn.paused():
-            while not self._state.closed and not all(part is None or part.done for part in reversed(parts)):
+            while not (self._state.closed or self._state.left or _arrived(parts)):
                 time.sleep(_SENT)
+
+
+def _arrived(parts: list[Sent]) -> bool:
+    return all(part is None or part.done for part in reversed(parts))

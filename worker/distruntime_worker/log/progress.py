@@ -10,7 +10,7 @@ from typing import NamedTuple
 from distruntime.wire.messages import BEFORE_INSTRUCTION, Status
 
 from ..values.step import Step
-from ..values.streams import Stream
+from ..values.streams import Stream, Work
 from .state import State
 
 
@@ -47,11 +47,7 @@ class Progress:
 
     def status(self) -> Status:
         """Return where the first stream is that runs an operator; where none does, the first stream."""
-        looks = [
-            self.position(stream)
-            for streams in self._state.all_streams()
-            for stream in list(streams.values())
-        ]
+        looks = [self.position(stream) for stream in self._state.all_streams()]
         return next((look for look in looks if look.running is not None), looks[0])
 
     def place(self, thread: int) -> Place | None:
@@ -100,6 +96,14 @@ class Progress:
         mesh = -1 if work.mesh is None else work.mesh.number
         joint = step is not None and step.joint and isinstance(words[i + 1], int)
         return Running(step, mesh, start + i, words[i + 1] if joint else -1)
+
+    def stretch(self, thread: int) -> tuple[Work, int, int] | None:
+        """Return what a thread has still to run of its stretch, with what it runs now."""
+        frame = self._frame_that_runs(thread)
+        names = {} if frame is None else frame.f_locals
+        if "i" not in names:
+            return None
+        return names["work"], names["i"], names.get("stop", len(names["work"].segment.words))
 
     def position(self, stream: Stream) -> Status:
         """Return where a stream is, read off its thread's frame.

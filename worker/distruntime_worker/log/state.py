@@ -105,7 +105,9 @@ class State:
         # It tells the reader why the session cannot go on, from any thread.
         self.breaks: Callable[[str], None] = _unheard
         self.reader = threading.get_ident()
-        # It is True once the master is gone, and nothing is worth waiting for.
+        # It is True once the master has left for good: what it has issued is finished, unheard.
+        self.left = False
+        # It is True once the session is over, and nothing is worth waiting for.
         self.closed = False
 
     def one_stream(self) -> bool:
@@ -124,15 +126,15 @@ class State:
         mesh = self.meshes.get(whose)
         return None if mesh is None else mesh.streams.get(stream)
 
-    def all_streams(self) -> list[dict[int, Stream]]:
+    def all_streams(self) -> list[Stream]:
         """Return the streams of this worker's own log and of each mesh's."""
-        return [self.streams, *(mesh.streams for mesh in list(self.meshes.values()))]
+        logs = [self.streams, *(mesh.streams for mesh in list(self.meshes.values()))]
+        # The reader opens streams meanwhile.
+        return [stream for streams in logs for stream in list(streams.values())]
 
     def waits(self) -> bool:
         """Whether some stream has something to run that its thread has not begun."""
-        return any(
-            not stream.queue.empty() for streams in self.all_streams() for stream in list(streams.values())
-        )
+        return any(not stream.queue.empty() for stream in self.all_streams())
 
     def poisoned(self) -> list[int | MemberRef]:
         """Return the refs of what is poisoned."""
@@ -266,9 +268,7 @@ class State:
                         value[lane] = Poisoned(cause)
             elif isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == memory._cdata:
                 slots[ref] = Poisoned(cause)
-        # What was dropped because the master is gone leaves published values as they are.
-        if not self.closed:
-            self.spoil(memory, cause)
+        self.spoil(memory, cause)
 
 
 def _furthest(streams: dict[int, Stream]) -> int:

@@ -147,6 +147,11 @@ class Around:
                 self.unwanted.pop(place.end, None)
                 call.interrupt(Why())
 
+    def cancel_all(self, text: str) -> None:
+        """Interrupt every call that runs, for a reason (the reader)."""
+        for call in self.mine():
+            call.interrupt(Why(text=text))
+
     def cancel_call(self, position: int, lost: str) -> None:
         """Drop the call that ends at a position, or interrupt it; `lost` as in `Why` (the reader)."""
         why = self.unwanted[position] = Why(lost=lost)
@@ -172,11 +177,12 @@ class Around:
 class Why(NamedTuple):
     """Why a call is interrupted: it has run for so many seconds, or a worker that runs a part of it is lost.
 
-    Otherwise somebody has cancelled it.
+    Otherwise somebody has cancelled it, or `text` has the reason.
     """
 
     seconds: float | None = None
     lost: str = ""
+    text: str = ""
 
 
 class Running:
@@ -342,7 +348,8 @@ class Running:
             case Interrupted() | bdb.BdbQuit() if self.why is not None and self.why.lost:
                 return NodeFailed(self.why.lost)
             case Interrupted() | bdb.BdbQuit() if self.why is not None:
-                return StreamCancelled(f"{self.name} was interrupted by dr.cancel() or stream.cancel()")
+                by = self.why.text or "by dr.cancel() or stream.cancel()"
+                return StreamCancelled(f"{self.name} was interrupted {by}")
             case bdb.BdbQuit():
                 return RemoteError(f"{self.name} was ended at its breakpoint")
             case SystemExit():

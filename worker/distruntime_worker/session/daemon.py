@@ -193,7 +193,7 @@ class Daemon:
             self._metrics.look(self._reporter)
         now = time.monotonic()
         if accelerator.lost:
-            for session in self._by_name.values():
+            for session in self._sessions.every():
                 session.executor.chain.lost_devices.look()
         self._strangers.look()
         if now > self._sweep_at:
@@ -272,6 +272,7 @@ class Daemon:
                 case messages.Bury():
                     self._sessions.bury(message.session, session)
                 case messages.Detach():
+                    session.part()
                     self._greet(peer, messages.Ack(session.link.received))
                     log.info("master %s leaves: %s", session.master, message.reason)
                 case messages.Hello() if message == session.greeting:

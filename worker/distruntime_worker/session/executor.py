@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from distruntime.errors import ProtocolError
+from distruntime.errors import ProtocolError, StreamCancelled
 from distruntime.wire import messages
 from distruntime.wire.codec import failure_fields
 from distruntime.wire.messages import AWAIT, WAIT
@@ -244,11 +244,10 @@ class Executor:
         with self.turn.paused():
             while not work.before.wait(_LOOK) and not self.state.closed:
                 pass
-            for streams in self.state.all_streams():
-                for other in list(streams.values()):
-                    # The streams 0 of all logs are the same default streams of the devices.
-                    if other is not stream and (other.number or stream.number):
-                        stream.wait_for(other.events(_END))
+            for other in self.state.all_streams():
+                # The streams 0 of all logs are the same default streams of the devices.
+                if other is not stream and (other.number or stream.number):
+                    stream.wait_for(other.events(_END))
 
     def divide(self, work: Work) -> None:
         """Give each stream its stretches of a segment (the reader)."""
@@ -375,15 +374,27 @@ class Executor:
                     before.set()
         self._answers.executed()
 
+    def end_queues(self) -> None:
+        """Let each stream's thread end after what is in its queue (the reader)."""
+        for stream in self.state.all_streams():
+            stream.queue.put(None)
+
+    def drop(self, error: StreamCancelled, why: str) -> None:
+        """Drop what no stream has begun, interrupt what runs, and break the groups (the reader)."""
+        for stream in self.state.all_streams():
+            stream.refused = stream.refused or error
+            self._cancelling.cut(stream, _END)
+        self.around.cancel_all(why)
+        self.joint.groups.end_all(why)
+
     def close(self) -> None:
-        """Drop what no stream has begun: the master is gone (the reader)."""
+        """Drop what no stream has begun: the session is over."""
         self.state.closed = True
         self.around.close()
         self.turn.close()
         self._answers.close()
         self.chain.lost_devices.close()
         self.joint.groups.end_all("its session is over")
-        for streams in self.state.all_streams():
-            for stream in streams.values():
-                self._cancelling.cut(stream, _END)
-                stream.queue.put(None)
+        for stream in self.state.all_streams():
+            self._cancelling.cut(stream, _END)
+        self.end_queues()

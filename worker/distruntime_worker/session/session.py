@@ -15,103 +15,41 @@ from itertools import count
 
 import torch
 
-from distruntime.errors import ConfigurationError, NotSupportedError, ProtocolError
+from distruntime.errors import ConfigurationError, InternalError, NotSupportedError, ProtocolError
 from distruntime.wire import messages
 from distruntime.wire.channel import Channel, ChannelClosed, Frames
 from distruntime.wire.codec import Buffer, decode, encode, failure_fields
 from distruntime.wire.identity import has_died
 from distruntime.wire.keys import KeyPair
 from distruntime.wire.link import Link
-from distruntime.wire.messages import TraceKept
+from distruntime.wire.messages import Status
 from distruntime.wire.shared import Attached
 
 from ..collectives.peers import PeerChannel
 from ..log.budget import Budget
 from ..log.state import Sent
-from ..log.timing import Recorded
 from ..log.turns import Turn
 from ..machine import threads
 from ..machine.devices import Devices
-from ..machine.kernels import Kernels
 from ..machine.settings import per_thread
 from ..publishing.published import Others, Published
 from ..values.objects import failure
 from ..values.streams import Stream, Work
 from .executor import Executor
-
-# A reply has so many bytes of a trace at most.
-_CHUNK = 1 << 20
-
-
-class Tracing:
-    """The trace of one session, while its master makes one and until it has taken it."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self._recorded: Recorded | None = None
-        self._kernels: Kernels | None = None
-        self._data = b""
-
-    def start(self, most: int, then: Callable[[], None]) -> Callable[[int], None]:
-        """Begin anew, and call `then`. Return what notes that a segment has arrived (the reader)."""
-        self._data = b""
-        self._recorded = recorded = self._executor.start_trace(most)
-        if self._executor.state.devices.asynchronous:
-            kernels = self._kernels = self._kernels or Kernels()
-
-            def begin() -> None:
-                kernels.start()
-                then()
-
-            _apart(begin)
-        else:
-            then()
-        return recorded.arrived
-
-    def stop(self, then: Callable[[TraceKept], None]) -> None:
-        """Note no more. Call `then` with what there is to take (the reader)."""
-        recorded, kernels = self._recorded or Recorded(0), self._kernels
-        self._recorded = self._kernels = None
-        self._executor.stop_trace()
-
-        def keep() -> None:
-            launched, why = ([], "") if kernels is None else kernels.stop()
-            kept, self._data = recorded.kept(self._executor.state, launched, why)
-            then(kept)
-
-        if kernels is None:
-            keep()
-        else:
-            _apart(keep)
-
-    def take(self, offset: int) -> bytes:
-        """Return the bytes from an offset on. After the last ones they are forgotten (the reader)."""
-        found = self._data[max(0, offset) : offset + _CHUNK]
-        if offset + _CHUNK >= len(self._data):
-            self._data = b""
-        return found
-
-    def close(self) -> None:
-        """Let go of an accelerator's profiler: the master is gone (the reader)."""
-        kernels, self._kernels = self._kernels, None
-        if kernels is not None:
-            _apart(kernels.stop)
-
-
-def _apart(work: Callable[[], object]) -> None:
-    threading.Thread(target=work, name="traces", daemon=True).start()
-
+from .tracing import Tracing
 
 log = logging.getLogger("distruntime.worker")
 
 _numbers = count().__next__
+# So many seconds lie between looks whether the session is over.
+_LOOK = 0.1
 
 
 class Session:
     """The session of one master: its executor, its queue of segments, and the threads that run them.
 
-    `before` is the same session with an earlier master. `refused` says why nothing that its master has
-    pickled is opened here, or nothing.
+    `before` is the same session with an earlier master: its threads end before those of this one begin.
+    `refused` says why nothing that its master has pickled is opened here, or nothing.
     """
 
     def __init__(
@@ -170,6 +108,15 @@ class Session:
         self.accept_mesh: Callable[[messages.MeshSegment, Sequence[Buffer]], None] = self.put_mesh
         self.tracing = Tracing(self.executor)
         self.broken: str | None = None
+        # These streams have threads that have not ended, by which each is known once it has begun.
+        self.alive: dict[Stream, int] = {}
+        # It is set when all of them have ended, so that nothing is left to run.
+        self.over = threading.Event()
+        # It is there once the master has left and has a successor.
+        self._then: Callable[[], None] | None = None
+        self._before = before
+        if before is not None:
+            self.executor.status = self._status
         self._start(self.executor.default, "executor")
 
     @property
@@ -187,6 +134,36 @@ class Session:
         """Note that there is no connection to the master any more."""
         self.link.peer = None
         self.alone_since = time.monotonic()
+
+    def part(self) -> None:
+        """Hear that the master leaves, and its memory with it (the reader)."""
+        state = self.executor.state
+        state.left = True
+        with state.gate:
+            self.shared.keep(word for work in state.works for word in work.segment.words)
+
+    def finish(self, then: Callable[[], None]) -> None:
+        """Let the threads end after what has come: the master has left, and another one follows (the reader).
+
+        The last thread calls `then`, before `over` is set.
+        """
+        self._then = then
+        self.leave()
+        self.executor.state.left = True
+        self.executor.end_queues()
+
+    def waits_for_another(self) -> bool:
+        """Whether nothing runs yet, because what the master before has issued is not over."""
+        before = self._before
+        return before is not None and not before.over.is_set()
+
+    def _status(self) -> Status:
+        """Return what the session runs: first what the master before has left."""
+        before = self._before
+        if before is None or before.over.is_set():
+            return self.executor.progress.status()
+        _, running, seconds = before.executor.status()
+        return Status(0, f"{running or 'the end of what'} (issued before this master came)", seconds)
 
     def come_back(self, peer: bytes, hello: messages.Hello) -> None:
         """Go on with the master on another connection."""
@@ -215,7 +192,12 @@ class Session:
             raise
 
     def _start(self, stream: Stream, name: str) -> None:
-        threads.begin(partial(self._run, stream), name)
+        self.alive[stream] = 0
+        try:
+            threads.begin(partial(self._run, stream), name)
+        except ConfigurationError:
+            del self.alive[stream]
+            raise
 
     def open(self, message: messages.OpenStream) -> None:
         """Open a stream: start its thread. Where there is no room for one, what is issued to it fails."""
@@ -230,8 +212,8 @@ class Session:
 
         Without `copy`, the payload is the caller's memory: return what tells when it may be written again.
         """
-        # A thread of the session's is still ending.
-        if self.executor.state.closed:
+        # A thread of the session's is still ending, or does what the master has left behind.
+        if self.executor.state.closed or self.executor.state.left:
             return None
         if payload is None:
             return self._channel.send(self.link, [encode(message)])
@@ -280,37 +262,72 @@ class Session:
         self.executor.joint.groups.open(message, host, self.tell, answer)
 
     def _run(self, stream: Stream) -> None:
+        self.alive[stream] = threading.get_ident()
         try:
-            self._run_all(stream)
+            before = self._before
+            while before is not None and not before.over.wait(_LOOK) and not self.executor.state.closed:
+                pass
+            self._before = None
+            with torch.no_grad():
+                self.run_queue(stream)
         finally:
-            # The session itself is in cycles, and goes when Python looks for those.
-            if self.executor.state.closed:
-                self.executor.state.slots.clear()
+            self.ended(stream)
 
-    def _run_all(self, stream: Stream) -> None:
+    def run_queue(self, stream: Stream) -> None:
+        """Run what a stream has in its queue, until that ends."""
         executor = self.executor
-        with torch.no_grad():
-            while (item := stream.queue.get()) is not None and not executor.state.closed:
-                work, first, stop = item
-                try:
-                    with executor.turn:
-                        per_thread.apply()
-                        if work.segment.stretches:
-                            executor.run_stretch(stream, work, first, stop)
-                        else:
-                            executor.run(work)
-                    # Otherwise an idle stream would hold a segment's payloads.
-                    del item, work
-                except Exception as error:
-                    # The master must hear of the error, whatever it is.
-                    if not isinstance(error, ProtocolError):
-                        log.exception("the thread of stream %s ends", stream.number)
-                    self._break(
-                        str(error)
-                        if isinstance(error, ProtocolError)
-                        else f"a defect of the worker: {error!r}"
-                    )
-                    return
+        while (item := stream.queue.get()) is not None and not executor.state.closed:
+            work, first, stop = item
+            try:
+                with executor.turn:
+                    per_thread.apply()
+                    if work.segment.stretches:
+                        executor.run_stretch(stream, work, first, stop)
+                    else:
+                        executor.run(work)
+                # Otherwise an idle stream would hold a segment's payloads.
+                del item, work
+            except Exception as error:
+                # The master must hear of the error, whatever it is.
+                if not isinstance(error, ProtocolError):
+                    log.exception("the thread of stream %s ends", stream.number)
+                self._break(
+                    str(error) if isinstance(error, ProtocolError) else f"a defect of the worker: {error!r}"
+                )
+                return
+
+    def ended(self, stream: Stream) -> None:
+        """Note that nothing of a stream is left to run."""
+        executor = self.executor
+        with executor.state.gate:
+            self.alive.pop(stream, None)
+            last = not self.alive and not self.over.is_set()
+        # The session itself is in cycles, and goes when Python looks for those.
+        if last or executor.state.closed:
+            executor.state.slots.clear()
+        if not last:
+            return
+        if self.broken is not None:
+            self.spoil(self.broken)
+        if self._then is not None:
+            for one in executor.state.all_streams():
+                one.await_devices()
+            self._then()
+            self.over.set()
+            executor.joint.groups.close_all()
+            executor.close()
+        self.over.set()
+
+    def spoil(self, why: str) -> None:
+        """Poison what is published: what was issued is not finished."""
+        error = InternalError(f"what was issued before has ended in: {why}")
+        self.published.spoil_all(failure(error, seq=0, position=0, op="a session", operands=""))
+
+    def release_address(self) -> bool:
+        """Close the channel to other workers; return whether there is one (the reader)."""
+        if self._peers is not None:
+            self._peers.close()
+        return self._peers is not None
 
     def _break(self, why: str) -> None:
         """Have the reader drop the master (any thread)."""
@@ -375,5 +392,4 @@ class Session:
         """Let the threads end after the instructions that they are running; its values go with it."""
         self.tracing.close()
         self.executor.close()
-        if self._peers is not None:
-            self._peers.close()
+        self.release_address()

@@ -23,6 +23,7 @@ from distruntime.errors import ConfigurationError
 from distruntime.wire import messages
 from distruntime.wire.channel import Channel, PeerGone
 from distruntime.wire.codec import encode
+from distruntime.wire.deadlines import FINISH
 from distruntime.wire.identity import has_died, process
 from distruntime.wire.strangers import Tally
 
@@ -37,6 +38,7 @@ from ..values.staging import downloads, uploads
 from .address import data_host
 from .admission import refusal
 from .config import WorkerConfig
+from .finishing import Finishing
 from .session import Session
 
 log = logging.getLogger("distruntime.worker")
@@ -55,6 +57,9 @@ class Sessions:
         self.incarnation = os.urandom(16)
         self.by_name: dict[str, Session] = {}
         self.by_peer: dict[bytes, Session] = {}
+        # These have a successor, and finish what their masters have issued.
+        self._finishing: list[Finishing] = []
+        self._finish = FINISH.get()
         # Masters have given up these connections.
         self._retired: deque[bytes] = deque(maxlen=4096)
         # Those of them that have ended are here. Their greetings may still lie unread.
@@ -113,6 +118,10 @@ class Sessions:
 
     # -- the end ---------------------------------------------------------------------------------------------
 
+    def every(self) -> list[Session]:
+        """Return all sessions, with those that only finish what their masters have issued."""
+        return [*self.by_name.values(), *(one.session for one in self._finishing)]
+
     def end(self, session: Session, why: str) -> None:
         """End a session, whose values go with it."""
         log.info("session of master %s ended (%s)", session.master, why)
@@ -121,6 +130,23 @@ class Sessions:
         session.close()
         if self.by_name.get(session.name) is session:
             del self.by_name[session.name]
+        # What is published ends with it.
+        for one in [one for one in self._finishing if one.session.published is session.published]:
+            self._finishing.remove(one)
+            one.session.close()
+        self._ended(session)
+
+    def _hand_over(self, session: Session, why: str) -> None:
+        """Have a session end when what its master has issued has run: what is published stays."""
+        log.info("session of master %s ends (%s)", session.master, why)
+        if session.link.peer is not None:
+            self._retire(session.link.peer)
+        del self.by_name[session.name]
+        finishing = Finishing(session, self._finish, _nothing if self.by_name else restore)
+        self._finishing.append(finishing)
+        if self._config.data_port and session.release_address():
+            # What other workers have to do with this session cannot go on.
+            finishing.drop("that one needs the address that --data-address names")
         self._ended(session)
 
     def drop(self, session: Session, why: str) -> None:
@@ -136,7 +162,11 @@ class Sessions:
             self.end(dead, f"its master has died, says {witness.master}")
 
     def end_spent(self) -> None:
-        """End the sessions whose masters have been away for too long, or have died."""
+        """End the sessions whose masters have been away for too long, or have died, or have successors."""
+        for one in [one for one in self._finishing if one.look()]:
+            self._finishing.remove(one)
+            one.session.close()
+            self._ended(one.session)
         for session in [session for session in self.by_name.values() if session.spent]:
             dead = not session.lasting and has_died(session.process)
             self.end(
@@ -192,12 +222,13 @@ class Sessions:
             self.strangers.note(f"refused a master on {hello.host}: {error}")
             self.greet(peer, messages.Refused(str(error), False))
             return
-        if found is not None:
-            found.send(messages.Detach(f"the session was taken over by a master on {hello.host}"))
-            self.end(found, f"taken over by a master on {hello.host}")
-        if not self.by_name:
-            restore()
         before = found if hello.mode.endswith(("resume", "auto")) else None
+        if found is not None:
+            why = f"taken over by a master on {hello.host}"
+            found.send(messages.Detach(f"the session was {why}"))
+            self.end(found, why) if before is None else self._hand_over(found, why)
+        if not self.by_name and before is None:
+            restore()
         most = self._config.max_memory
         budget = None if most is None else Budget(hello.session, limits(most, self._devices))
         turn = self.turns.enter(hello.session)

@@ -232,6 +232,12 @@ class Stream:
         # An event that is made now would not have happened yet on a stream at rest.
         return all(one.query() for one in (self._natives() if events is None else events))
 
+    def await_devices(self) -> None:
+        """Block until the devices have run what was issued."""
+        for event in self._moments():
+            with lost.tolerated("a wait for a device"):
+                event.synchronize()
+
     def wait_for(self, events: Sequence[torch.Event]) -> None:
         """Make the kernels that follow wait for `events`, without blocking this thread, unless it is a CPU's.
 

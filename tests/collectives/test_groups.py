@@ -441,3 +441,42 @@ def test_shapes_are_compared_before_the_group_meets(fresh_session: Callable[...,
                 dr.errors.UsageError, match=r"\[0\] is \(3,\) float32, \[1\] is \(2,\) float32"
             ):
                 waits_less(5, lambda call=call: call([x, y[:2]]))
+
+
+# -- what the user's Python holds ----------------------------------------------------------------------------
+
+
+class Keeper:
+    def keep(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def total(self) -> torch.Tensor:
+        return self.x.sum()
+
+
+WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor, Any], Any]] = {
+    "copy_": lambda x, given, group: x.copy_(given),
+    "all_reduce": lambda x, given, group: dr.distributed.all_reduce([given, x], group=group),
+    "broadcast": lambda x, given, group: dr.distributed.broadcast([given, x], group_src=0, group=group),
+    "reduce": lambda x, given, group: dr.distributed.reduce([given, x], 1, group=group),
+    "all_gather": lambda x, given, group: dr.distributed.all_gather_into_tensor(
+        [there(torch.zeros(4), 0), x], [given[:2], there(torch.full((2,), 5.0), 1)], group=group
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_zeros_of_a_poisoned_member_do_not_reach_what_an_object_holds(session: object, name: str) -> None:
+    """They landed in the object's memory, and it read them without an error."""
+    group = dr.distributed.new_group([0, 1])
+    x, bad, good = (there(torch.ones(4), node) for node in (1, 0, 0))
+    keeper: Any = dr.remote(Keeper, node=1)()
+    keeper.keep(x)
+    WRITES[name](x, good, group)
+    local = {"all_reduce": 8.0, "reduce": 8.0, "all_gather": 12.0}.get(name, 4.0)
+    assert keeper.total().item() == local == x.sum().item()
+    bad.index_copy_(0, there(torch.tensor([9]), 0), there(torch.zeros(1), 0))
+    WRITES[name](x, bad, group)
+    assert keeper.total().item() == local
+    with pytest.raises(IndexError, match="out of bounds"):
+        x.tolist()

@@ -180,6 +180,7 @@ class Joint:
         cause = self._under_way.begin(begun, cause, log if collective.reads else None)
         new: list[torch.Tensor] = []
         calls: list[Unfinished] = []
+        apart = self._set_apart(collective, values) if collective.mutates and state.lent else []
         try:
             # What the others here wait for may be what this one needs of them elsewhere.
             with state.turn.paused():
@@ -188,6 +189,10 @@ class Joint:
                 with accelerator.all_in_order(state.mine().native, collective.member_devices):
                     new, calls = collective.perform(group, values, sequence)
             cause = self._under_way.end(begun, calls) or cause
+            if cause is None and apart:
+                with accelerator.all_in_order(state.mine().native, collective.member_devices):
+                    for target, landed in apart:
+                        target.copy_(landed)
         except Exception as broken:
             cause = cause or state.failure(words, where, broken, collective.name, described(inputs))
             # Otherwise the others would wait for it.
@@ -201,6 +206,22 @@ class Joint:
             for k, value in zip(collective.writes, new):
                 slots[p[i + k]] = value
         return i + collective.length
+
+    def _set_apart(
+        self, collective: Collective, values: list[object]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Put other memory into the place of what is to be written and is lent; return each with that.
+
+        A member whose input is poisoned gives zeros, which are no values. Whoever holds the memory without a
+        ref hears nothing of the failure, and keeps the value from before.
+        """
+        found = []
+        for k in collective.mutates:
+            target = values[k - 2]
+            if isinstance(target, torch.Tensor) and target in self._state.lent:
+                values[k - 2] = landed = target.clone(memory_format=torch.contiguous_format)
+                found.append((target, landed))
+        return found
 
     def _say(self, begun: Begun, cause: Failure, carries: bool) -> None:
         """Tell the other workers of a poisoned input; return when they know."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from distruntime.errors import UsageError
 from distruntime.wire.messages import Failure
@@ -20,6 +19,7 @@ from distruntime.wire.messages import Failure
 from ..machine import accelerator, lost
 from ..values.draws import Draws
 from ..values.functions import SEED, WRITING, Tape
+from ..values.memory_set import MemorySet
 from ..values.mesh_lanes import MeshState, Shards
 from ..values.objects import Poisoned, class_name, described, memory_of
 from ..values.step import Run, Slots, Step, Words
@@ -40,9 +40,7 @@ class ReadOnly:
 
     def __init__(self, state: State, switched: Callable[[], None]) -> None:
         self._state, self._switched = state, switched
-        # A storage that is weakly referenced keeps its address, though not its memory: no other storage can
-        # be taken for it.
-        self._storages: dict[int, StorageWeakRef] = {}
+        self._memories = MemorySet()
         self.watching = False
 
     def watch(self) -> None:
@@ -55,18 +53,15 @@ class ReadOnly:
 
     def add(self, value: object) -> None:
         """Let the memory of a value be read only."""
-        for cdata in [cdata for cdata, storage in self._storages.items() if storage.expired()]:
-            del self._storages[cdata]
         storage = memory_of(value)
         if storage is not None:
-            self._storages[storage._cdata] = StorageWeakRef(storage)
+            self._memories.add(storage)
 
     def holds(self, value: object) -> bool:
         """Whether a value in a slot is in such memory, or one of a mesh's members' is."""
         if isinstance(value, Shards):
             return any(self.holds(one) for one in value)
-        storage = memory_of(value)
-        return storage is not None and storage._cdata in self._storages
+        return value in self._memories
 
     def around(self, step: Step, run: Run) -> Run | None:
         """Return what looks at what a step writes before it writes."""

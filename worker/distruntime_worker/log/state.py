@@ -18,6 +18,7 @@ from distruntime.wire.shield import RLock
 
 from ..machine import hardware, lost
 from ..machine.devices import Devices
+from ..values.memory_set import MemorySet
 from ..values.mesh_lanes import MeshState, Shards
 from ..values.objects import Poisoned, described, failure, memory_of
 from ..values.step import Run, Slots, Step, Words, int_word, list_word
@@ -96,6 +97,9 @@ class State:
         self.gate = RLock()
         # These are told of a device that is lost, and why its values are.
         self.losing: list[Callable[[torch.device, Failure], None]] = []
+        # The user's Python may hold these besides refs, or another session: nothing else says that a write of
+        # them has failed.
+        self.lent = MemorySet()
         # It tells the publications that a write of a memory has failed.
         self.spoil: Callable[[torch.UntypedStorage, Failure], None] = _unspoilt
         # It tells them that nothing of this session is believed any more.

@@ -230,6 +230,8 @@ class Shelf:
             return i + 4
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
         numbers = [(_numbered(value), _numbered(value.untyped_storage())) for value in tensors]
+        for value in tensors if shared else ():
+            state.lent.add(value.untyped_storage())
         self.published.add(name, Record(version, shared, what, listed, envelope, [*tensors], numbers))
         state.send(messages.Reply(request, numbers), None)
         return i + 4

@@ -23,6 +23,7 @@ from distruntime.wire.messages import Plain
 
 from ..machine import accelerator
 from ..values.functions import Tape
+from ..values.memory_set import MemorySet
 from ..values.objects import Held, Poisoned
 from ..values.step import Operator
 from ..values.template import Template
@@ -68,8 +69,8 @@ def _awaited(result: object) -> object:
 
 class Calls:
     """The calls of one session, and what stands `around` each. `refused` says why this worker runs none, or
-    nothing. `own` has what a master calls by name besides what it does with objects. `stream` returns the
-    device's stream that this thread issues to, or None.
+    nothing. `own` has what a master calls by name besides what it does with objects. What objects may hold
+    is added to `lent`. `stream` returns the device's stream that this thread issues to, or None.
     """
 
     def __init__(
@@ -78,11 +79,11 @@ class Calls:
         device: Real,
         around: Around,
         own: Mapping[str, Operator],
+        lent: MemorySet,
         stream: Callable[[], torch.Stream | None],
     ) -> None:
         self._refused, self._device, self._around, self._own = refused, device, around, own
-        self._stream = stream
-        self._memories = Memories()
+        self._lent, self._memories, self._stream = lent, Memories(lent), stream
         self.table: dict[str, Operator] = {
             "python::load": self._load,
             "python::call": self._call,
@@ -124,6 +125,9 @@ class Calls:
         del random, writes
         if what != AFTER and any(isinstance(operand, Poisoned) for operand in (what, *operands)):
             raise UsageError("an operand is poisoned")
+        for operand in operands:
+            if isinstance(operand, torch.Tensor):
+                self._lent.add(operand.untyped_storage())
         given = [_value(operand) for operand in operands]
         gate = None if wanted is None else Gate(name)
         inputs = [] if gate is None or wanted is None else gate.stand_for(given, wanted)

@@ -29,6 +29,7 @@ from distruntime.wire.codec import (
 from distruntime.wire.messages import Plain
 from distruntime.wire.shield import Lock
 
+from ..values.memory_set import MemorySet
 from ..values.objects import Held, spec_fields
 from .handing import Circular
 
@@ -42,7 +43,8 @@ class Memories:
     A name stands for one memory as long as the memory lives.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lent: MemorySet) -> None:
+        self._lent = lent
         self._named: dict[int, tuple[StorageWeakRef, int]] = {}
         self._next = FIRST_NAME
         # Streams have threads of their own.
@@ -50,6 +52,7 @@ class Memories:
 
     def name(self, storage: torch.UntypedStorage) -> int:
         """Return the name of a memory."""
+        self._lent.add(storage)
         with self._lock:
             return self._name(storage)
 

@@ -94,7 +94,7 @@ class Executor:
         )
         own: dict[str, Operator] = {"members": partial(Members, here), "agent": partial(Agent, here)}
         own[AFTER] = Members.after
-        calls = Calls(refused, devices.real, self.around, own, lambda: state.mine().native)
+        calls = Calls(refused, devices.real, self.around, own, state.lent, lambda: state.mine().native)
         self.chain = Chain(state, self.draws)
         # It compiles templates: see steps.py.
         self.steps = Steps(state, self.chain, self.joint, calls.table)

@@ -170,13 +170,13 @@ def _compiler(name: str, compile: object) -> Compiled:
     def compiled(graph: GraphModule, inputs: Sequence[object]) -> Compiled:
         parted = part(graph)
         lifted = lift_constants(graph if parted is None else parted.left)
+        decides = next((node for node in lifted.graph.graph.nodes if _decides(node)), None)
+        if decides is not None:
+            _runs_plainly(f"a value decides what it does: {decides.name}{_line_of(decides)}")
+            return _boxed(graph.forward)
         local = next((node for node in lifted.graph.graph.nodes if _is_local(node)), None)
         if local is not None:
             _runs_plainly(f"it has a tensor of this process: {local.name}{_line_of(local)}")
-            return _boxed(graph.forward)
-        decides = next((node for node in lifted.graph.graph.nodes if node.target in DECIDING), None)
-        if decides is not None:
-            _runs_plainly(f"a value decides what it does: {decides.name}{_line_of(decides)}")
             return _boxed(graph.forward)
         if name.startswith("backward"):
             _copy_what_it_returns_twice(lifted.graph)
@@ -244,6 +244,11 @@ def _is_local(node: Node) -> bool:
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else [value]
     return any(isinstance(one, torch.Tensor) and one.device.type not in REMOTE_TYPES for one in values)
+
+
+def _decides(node: Node) -> bool:
+    """Whether a value decides what a graph does next: by a branch, as a number that is read, or by a size."""
+    return node.target in DECIDING or bool(node.meta.get("unbacked_bindings"))
 
 
 def _is_placed(node: Node) -> bool:

@@ -156,10 +156,13 @@ class Graph:
         try:
             with taping(session.logs) as tapes, noting() as notes:
                 handlers.run()
-                recorded.traced = True
+                recorded.traced, recorded.waited = True, False
                 found = self._run(args)
                 recorded.traced = False
                 handlers.wait()
+            if recorded.waited:
+                self.why = "it waits for a value, and what it does next may depend on that"
+                return found
             if recorded.mixed:
                 self.why = "a signal's handler has issued something meanwhile"
                 return found

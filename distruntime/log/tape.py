@@ -221,8 +221,10 @@ class _Recorded(threading.local):
     """The program that this thread records; an empty name where it records none."""
 
     name = ""
-    # It is True while a graph of torch.compile is recorded: that has no Python which could wait for a worker.
+    # It is True while a graph of torch.compile is recorded.
     traced = False
+    # It is True if that graph has waited for a value, which may decide what it does next.
+    waited = False
     # It is True while something is issued that is noted as a whole.
     covered = False
     # It is True in a program's first call, which may make what is made once.
@@ -264,6 +266,12 @@ def note_begin_asked(value: Value) -> None:
     """Note that this thread's program has asked where a value begins in its memory."""
     if recorded.name:
         recorded.asked.append(value.storage)
+
+
+def note_value_read() -> None:
+    """Note that what this thread records of torch.compile waits for a value. No replay would wait."""
+    if recorded.traced:
+        recorded.waited = True
 
 
 def not_in_a_program(what: str, remedy: str, line: Line | None = None) -> NotSupportedError:

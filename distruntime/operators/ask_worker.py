@@ -19,7 +19,7 @@ from ..log.mesh_log import MeshLog
 from ..log.shards import member_of, mesh_of
 from ..log.spec import Spec, spec_from_wire
 from ..log.storage import require_writable
-from ..log.tape import not_in_a_program, recorded
+from ..log.tape import not_in_a_program, note_value_read, recorded
 from ..log.uses import Memory
 from ..session.requests import Request
 from ..session.session import session_of_log
@@ -113,6 +113,8 @@ def _asked_of_one(call: Call) -> tuple[Any, Outcome | None]:
             "call it outside, and pass the result; or use a form of fixed size: torch.where, a mask",
             call.line,
         )
+    if not deterministic:
+        note_value_read()
     before_wait(f"{func} (its results depend on data)")
     _, written, shared = aliases(func, args, kwargs)
     operands: list[Any] = tensors_of(args, kwargs)

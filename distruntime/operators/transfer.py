@@ -25,7 +25,7 @@ from ..log.node import Node
 from ..log.shards import member_of, mesh_of
 from ..log.spec import Spec, spec_of
 from ..log.storage import HeldStorage, Storage, require_writable
-from ..log.tape import not_in_a_program, recorded
+from ..log.tape import not_in_a_program, note_value_read, recorded
 from ..session.fetching import ask_value
 from ..session.requests import Request
 from ..session.session import Session, session_of_log
@@ -278,6 +278,7 @@ def request(handle: Handle, form: str, options: dict[str, Plain] | None = None) 
             "read a value, as it is replayed without Python",
             "return the tensor, and read it outside; torch.where chooses on the worker",
         )
+    note_value_read()
     if handle.place.node.members:
         handle = member_of(handle, 0)
     node, nbytes = handle.place.worker, handle.spec.nbytes

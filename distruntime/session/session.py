@@ -16,7 +16,7 @@ from ..log.failure_log import WorkerWarnings
 from ..log.log import Log
 from ..log.mesh_log import MeshLog
 from ..log.node import Absence, Node
-from ..log.tape import not_in_a_program, recorded
+from ..log.tape import not_in_a_program, note_value_read, recorded
 from ..wire.channel import Channel, PeerGone
 from ..wire.codec import encode
 from ..wire.deadlines import ASK, CONNECT
@@ -194,8 +194,10 @@ class Session:
         must go on waits `quietly`. Ctrl-C leaves everything usable.
         """
         # What one call makes once may ask for its metadata.
-        if recorded.name and request.form != "specs":
-            raise not_in_a_program("wait for a worker", "wait before or after it")
+        if request.form != "specs":
+            if recorded.name:
+                raise not_in_a_program("wait for a worker", "wait before or after it")
+            note_value_read()
         deadline = deadline_in(timeout)
         if self.joined:
             for node in self.logs:

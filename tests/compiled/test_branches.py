@@ -1,4 +1,4 @@
-"""`torch.cond`, loops and scans of remote tensors: what a value decides is decided anew at each call."""
+"""`torch.cond`, loops, scans and numbers that are read: what a value decides is decided anew at each call."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch._higher_order_ops.while_loop import while_loop
 
 import distruntime as dr
 from agree import REMOTE
+from distruntime.compiled import backend
 from dynamo import DYNAMO_WARNS
 
 pytestmark = [
@@ -76,3 +77,65 @@ def test_a_program_refuses_a_branch() -> None:
     x = torch.ones(3, device=REMOTE)
     with pytest.raises(dr.errors.NotSupportedError, match="read a value"):
         dr.program(_branch)(x)
+
+
+# -- numbers that are read in one graph ----------------------------------------------------------------------
+
+
+def _numbers(x: torch.Tensor, counts: torch.Tensor) -> Any:
+    whole, part = x.long().sum().item(), counts[0].item()
+    return x * whole, whole, torch.ones(2, device=x.device) * part, part
+
+
+def _pieces(x: torch.Tensor, counts: torch.Tensor) -> Any:
+    return [one.sum() for one in torch.split(x, counts.tolist())]
+
+
+def _chosen(x: torch.Tensor, counts: torch.Tensor) -> Any:
+    return x[x > x.mean()] * 2, torch.nonzero(counts)
+
+
+READS = {"numbers": _numbers, "sizes": _pieces, "what depends on data": _chosen}
+
+
+def _reads(function: Callable[..., Any], device: str) -> list[Any]:
+    found = []
+    for k in range(1, 6):
+        x = torch.arange(6.0) * k - 4
+        results = function(x.to(device), torch.tensor([k, 6 - k], device=device))
+        found.append([one.cpu().tolist() if isinstance(one, torch.Tensor) else one for one in results])
+    return found
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_number_is_read_at_each_call(name: str) -> None:
+    compiled = torch.compile(READS[name], backend="distruntime", fullgraph=True)
+    assert _reads(compiled, REMOTE) == _reads(READS[name], "cpu")
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_a_number_that_is_read_has_a_say_in_gradients() -> None:
+    found = []
+    function = lambda x: (x * x.detach().sum().item()).sin().sum()  # noqa: E731
+    for run, device in ((function, "cpu"), (torch.compile(function, backend="distruntime"), REMOTE)):
+        for k in range(6):
+            x = (torch.arange(3.0) + k).to(device).requires_grad_()
+            run(x).backward()
+            assert x.grad is not None
+            found.append(x.grad.cpu())
+    for here, there in zip(found[:6], found[6:]):
+        torch.testing.assert_close(there, here)
+
+
+@pytest.mark.filterwarnings("default:a graph that torch.compile has traced runs operator by operator")
+def test_a_graph_that_reads_a_number_says_so() -> None:
+    compiled = torch.compile(lambda x: x.sum().item(), backend="distruntime", fullgraph=True)
+    with pytest.warns(UserWarning, match=r"(?s)a value decides what it does.*x\.sum\(\)\.item\(\)"):
+        compiled(torch.ones(3, device=REMOTE))
+
+
+def test_a_wait_that_no_trace_shows_is_no_part_of_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_decides", lambda node: False)
+    compiled = torch.compile(_pieces, backend="distruntime", fullgraph=True)
+    assert _reads(compiled, REMOTE) == _reads(_pieces, "cpu")
+    assert dr.profiler.compiled_graphs()[-1].why.startswith("it waits for a value")

@@ -23,7 +23,7 @@ from ..log.line import copied
 from ..log.tape import recorded
 from ..programs.begins import begins_of
 from ..programs.handlers import Handlers
-from ..programs.layout import memories_of
+from ..programs.layout import arguments_of
 from ..programs.recorder import record, taping
 from ..programs.recording import Name, Recording
 from ..session.ending import outliving
@@ -198,7 +198,7 @@ def _given(args: Sequence[object]) -> Given:
     tensors = [(k, arg) for k, arg in enumerate(args) if isinstance(arg, DistributedTensor)]
     names: dict[int, Name] = {tensor._handle.ref: (ARGUMENT, k) for k, tensor in reversed(tensors)}
     others = [arg for arg in args if not isinstance(arg, torch.Tensor)]
-    return Given(names, memories_of(args), begins_of(args), others)
+    return Given(names, arguments_of(args), begins_of(args), others)
 
 
 def _result(leaf: object, recording: Recording, given: Given) -> Result:

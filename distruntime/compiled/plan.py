@@ -11,10 +11,9 @@ import torch
 
 from ..log.current import current_streams
 from ..log.handle import Handle, Several
-from ..log.storage import Storage
 from ..operators.proxies import of_a_function, view_of, wrap, wrap_all, wrap_within
 from ..programs.begins import Begins, Moves
-from ..programs.layout import Layout
+from ..programs.layout import Argument, Layout
 from ..programs.parts import GIVEN, Values
 from ..programs.recording import Name, Recording
 from ..session.session import Session
@@ -32,12 +31,12 @@ _storage_of = attrgetter("storage")
 
 
 class Given(NamedTuple):
-    """What is known of the arguments of a call when these are gone: the names of tensors by their refs, their
-    memories, where they begin, and what are no tensors.
+    """What is known of the arguments of a call when these are gone: the names of tensors by their refs, what
+    these are, where they begin, and what are no tensors.
     """
 
     names: dict[int, Name]
-    memories: Sequence[Storage | None]
+    tensors: Sequence[Argument | None]
     begins: Begins
     others: Sequence[object]
 
@@ -160,7 +159,7 @@ class Plan:
             if one.name is not None and one.name[0] == MADE and isinstance(leaf, DistributedTensor)
         }
         moves = Moves((given.begins, given.begins), {})
-        self.layout = Layout(recording, {}, (), made, {}, given.memories, (), compile, moves, {})
+        self.layout = Layout(recording, {}, (), made, {}, given.tensors, (), compile, moves, {})
         # What each call returns anew stands at its number: values, arguments, and what it saves.
         self._results = [one.plain for one in results]
         self._new = {k: one.name for k, one in enumerate(results) if one.name and one.name[0] == MADE}
@@ -182,7 +181,7 @@ class Plan:
         self._outer = [k for k in self._own if k not in self._saved]
         self._within = [k for k in self._order if k in self._shared]
         self._passed = {*self._args.values()}
-        tensors = [k for k, memory in enumerate(given.memories) if memory is not None]
+        tensors = [k for k, one in enumerate(given.tensors) if one is not None]
         # The arguments that nobody else has held at any call so far. The backward graph is the last to need
         # what the forward graph has saved, and its worker frees each of them behind its last use.
         self._taken: Sequence[int] = [k for k in tensors if k not in self._passed]
@@ -231,7 +230,7 @@ class Plan:
         checked = range(*saves.indices(len(found)))
         memories = {id(found[k]._handle.storage) for k in checked if k in self._saved}  # type: ignore[attr-defined]
         self._watched = [
-            k for k, memory in enumerate(given.memories) if memory is not None and id(memory) in memories
+            k for k, one in enumerate(given.tensors) if one is not None and id(one.memory) in memories
         ]
         outer = {
             id(found[k]._handle.storage): k  # type: ignore[attr-defined]

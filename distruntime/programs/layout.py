@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from hashlib import blake2b
 from itertools import count
+from typing import NamedTuple
+
+import msgpack
 
 from ..errors import NotSupportedError
 from ..guards.arithmetic import Number
@@ -27,6 +31,14 @@ _END = 1 << 60
 Paths = Mapping[str, DistributedTensor]
 
 
+class Argument(NamedTuple):
+    """What is known of an argument that is a tensor."""
+
+    memory: Storage
+    spec: Spec
+    place: Residence
+
+
 class Layout:
     """The parts of a program, and what stands between them, in order."""
 
@@ -37,7 +49,7 @@ class Layout:
         numbers: Sequence[Number],
         returned: Mapping[Name, Handle],
         paths: Paths,
-        given: Sequence[Storage | None],
+        given: Sequence[Argument | None],
         before: Sequence[tuple[str, Storage]],
         compile: str | None,
         moves: Moves,
@@ -45,7 +57,7 @@ class Layout:
     ) -> None:
         """Lay it out.
 
-        `given` has the memory of each argument that is a tensor. `opened` are names of held values that come
+        `given` has what each argument is that is a tensor. `opened` are names of held values that come
         as arguments instead.
         """
         if opened:
@@ -78,6 +90,10 @@ class Layout:
             needs = Needs(self._held, words, recording.floats, mine, results, memories, compile)
             stream = act.stream if recording.several else -1
             self.acts.append(Piece(act, recording, stream, needs, self._home(at, act)))
+        kinds = self._kinds(given) if compile == "inductor" else ""
+        for one in self.acts:
+            if isinstance(one, Piece):
+                one.learn_for(kinds)
         self.bridges = [act for act in self.acts if isinstance(act, Bridge)]
         logs = (
             log for act in self._acts for log in ([act.log] if isinstance(act, Part) else act.between.logs)
@@ -136,7 +152,26 @@ class Layout:
         found = sorted({act.compiled() for act in self.acts if isinstance(act, Piece)})
         return "compiling" if "compiling" in found else "; ".join(found)
 
-    def _note_known(self, before: Sequence[tuple[str, Storage]], given: Sequence[Storage | None]) -> None:
+    def _kinds(self, given: Sequence[Argument | None]) -> str:
+        """Return a word that stands for the dtypes, sizes and devices of all that its parts may meet.
+
+        To a worker, two programs of the same instructions are one. Code that was compiled for one of them
+        would be wrong for the other.
+        """
+        operands = [(one.spec, one.place) for one in given if one is not None]
+        operands += [(handle.spec, handle.place) for handle in self._held.values()]
+        said = [_said(spec, place) for spec, place in operands]
+        if len(self.acts) > 1:
+            # The constants of one part may size what another one gets.
+            for act, recorded in zip(self.acts, self._acts):
+                if isinstance(act, Piece):
+                    said.append(act.definition)
+                elif isinstance(recorded, Crossed):
+                    said.append([recorded.between.kind, repr(recorded.between.key)])
+                    said += [_said(spec, place) for spec, place in recorded.operands]
+        return blake2b(msgpack.packb(said), digest_size=16).hexdigest()
+
+    def _note_known(self, before: Sequence[tuple[str, Storage]], given: Sequence[Argument | None]) -> None:
         """Note the memories that somebody outside a replay knows."""
         self._known: dict[int, Where] = {}
         for path, storage in before:
@@ -147,9 +182,9 @@ class Layout:
         # What was found at one path and left at another is what a replay finds at the first one.
         for handle in self._held.values():
             self._known.setdefault(id(handle.storage), ("fixed", handle.storage))
-        for k, memory in reversed([*enumerate(given)]):
-            if memory is not None:
-                self._known[id(memory)] = GIVEN, k
+        for k, argument in reversed([*enumerate(given)]):
+            if argument is not None:
+                self._known[id(argument.memory)] = GIVEN, k
 
     def _find_uses(self) -> None:
         """Note which act makes each value, and which ones use it."""
@@ -320,9 +355,16 @@ class Layout:
         return self._memory(name)
 
 
-def memories_of(leaves: Sequence[object]) -> list[Storage | None]:
-    """Return the memory of each argument that is a tensor."""
-    return [leaf._handle.storage if isinstance(leaf, DistributedTensor) else None for leaf in leaves]
+def arguments_of(leaves: Sequence[object]) -> list[Argument | None]:
+    """Return what each argument is that is a tensor."""
+    handles = [leaf._handle if isinstance(leaf, DistributedTensor) else None for leaf in leaves]
+    return [None if one is None else Argument(one.storage, one.spec, one.place) for one in handles]
+
+
+def _said(spec: Spec, place: Residence) -> list[object]:
+    """Return what compiled code takes for granted of a value; it may begin anywhere in its memory."""
+    members = place.node.members or (place.place,)
+    return [*spec.at(0).wire(), [one.local_device for one in members]]
 
 
 def is_new(name: Name, kept: Mapping[int, Name], paths: Paths) -> bool:

@@ -143,9 +143,8 @@ class Piece:
         # Nothing that it reads may be freed.
         self.held = [by_ref[ref] for ref in dict.fromkeys((*reads, *needs.kept))]
         self._kept = [by_ref[ref] for ref in needs.kept]
-        self._definition = definition
+        self.definition = definition
         self._options: dict[str, object] = {} if needs.compile is None else {"compile": needs.compile}
-        self._form = self._used = Form(self.log, definition, self._options)
         self._taking: Taking | None = None
         self._singles = [*zip(self.made, self._own)]
         self._several: Sequence[Row] = ()
@@ -180,6 +179,12 @@ class Piece:
         templates = [list(self.log.templates.fields(number)) for number in rows]
         return [templates, rendered, kept, results, len(self.operands), len(self._numbers)], reads
 
+    def learn_for(self, kinds: str) -> None:
+        """Let its workers learn it. They compile code of its own for each word of `kinds`."""
+        if kinds:
+            self._options["kinds"] = kinds
+        self._form = self._used = Form(self.log, self.definition, self._options)
+
     @property
     def makes(self) -> list[Name]:
         """What it makes and somebody else needs."""
@@ -193,7 +198,7 @@ class Piece:
         own = {n: int(name[1]) for n, name in enumerate(self.operands) if name[0] == ARGUMENT}
         positions = [n for n, k in own.items() if k in arguments]
         options = {**self._options, "taken": [1 + n for n in positions]}
-        form = Form(self.log, self._definition, options)
+        form = Form(self.log, self.definition, options)
         mine = frozenset(own[n] for n in positions)
         self._taking = Taking(mine, positions, form, arguments) if positions else None
 

@@ -28,7 +28,7 @@ from ..tensors.tensor import DistributedTensor
 from ..wire.messages import ARGUMENT, HELD
 from .attempt import Attempt
 from .carried import Carried, Taken
-from .layout import Layout, is_new, kept_behind, memories_of
+from .layout import Layout, arguments_of, is_new, kept_behind
 from .recording import Name
 from .returned import given, laid_out
 from .run import Run
@@ -119,7 +119,7 @@ class Plan:
         self._note_arguments(attempt, free)
         returned = self._note_returned(attempt, kept, mine)
         leaves, memories = attempt.leaves, attempt.memories
-        of_leaves = memories_of(leaves)
+        of_leaves = arguments_of(leaves)
         laid = partial(
             Layout, recording, kept, numbers, returned, paths, of_leaves, memories, compile, self._moves
         )

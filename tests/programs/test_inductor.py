@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 import torch._inductor
@@ -26,6 +27,7 @@ from distruntime.wire.messages import (
     Segment,
 )
 from distruntime_worker.machine.devices import Devices
+from distruntime_worker.machine.settings import configure, restore
 from distruntime_worker.programs import inductor
 from distruntime_worker.programs.compiler import compiled, job_for, prepare
 from distruntime_worker.programs.definition import Definition, Instruction, Name, Row
@@ -37,11 +39,11 @@ from distruntime_worker.session.executor import Executor
 from distruntime_worker.values.step import Slots
 from distruntime_worker.values.streams import Work
 from distruntime_worker.values.template import Template, operator
-from dynamo import COMPILES
+from dynamo import COMPILES, DYNAMO_WARNS
 from processes import until
 
 # A compiler has a lower priority than the work beside it. On a busy machine it takes minutes.
-pytestmark = [COMPILES, pytest.mark.timeout(400)]
+pytestmark = [COMPILES, pytest.mark.timeout(400), *DYNAMO_WARNS]
 
 # -- regions, without Inductor -------------------------------------------------------------------------------
 
@@ -236,6 +238,37 @@ def test_compiled_code_that_raises_what_its_operators_do_not_is_run_once(
     assert program.compiled == (
         "Inductor cannot compile it: its code raises AssertionError: expected size 2==3"
     )
+
+
+def test_code_is_for_the_settings_that_it_was_compiled_under(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+
+    def compile(*_: object) -> Callable[..., Any]:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+
+        def call(x: torch.Tensor) -> list[torch.Tensor]:
+            calls.append(deterministic)
+            return [x * 8]
+
+        return call
+
+    program, run = _runs_of(compile(), monkeypatch)
+    monkeypatch.setattr(inductor, "compiled", compile)
+    try:
+        run()
+        configure(use_deterministic_algorithms=True)
+        run()
+        until(lambda: program.compiled != "compiling", 60)
+        run()
+        configure(use_deterministic_algorithms=False)
+        run()
+        configure(use_deterministic_algorithms=True)
+        run()
+    finally:
+        restore()
+    run()
+    # Between the first two, the operators run, and what they get is noted.
+    assert calls == [False, True, False, True, False] and program.compiled == "inductor"
 
 
 # -- with Inductor -------------------------------------------------------------------------------------------
@@ -440,6 +473,65 @@ def test_arguments_that_share_memory_are_not_for_compiled_code(session: object) 
             mine, theirs = torch.ones(3), torch.ones(3, device=REMOTE)
         torch.testing.assert_close(f(x[:3], mine), program(there[:3], theirs).cpu())
         torch.testing.assert_close(x, there.cpu())
+
+
+def _change(x: torch.Tensor) -> torch.Tensor:
+    return x.add_(1).mul_(2).sub_(3)
+
+
+# These are more kinds of tensors for one list of operators.
+KINDS: dict[str, Callable[[], torch.Tensor]] = {
+    "float": lambda: torch.ones(8),
+    "another dtype": lambda: torch.arange(8, dtype=torch.int32),
+    "another size": lambda: torch.ones(4, 3),
+    "strides": lambda: torch.ones(3, 4).t(),
+}
+
+
+@pytest.mark.slow
+def test_code_is_for_the_kinds_of_tensors_that_it_was_compiled_for(session: object) -> None:
+    step = torch.compile(_change)
+    for kind in KINDS.values():
+        here = kind()
+        there = here.to(REMOTE)
+        for k in range(8):
+            if k == 6:
+                dr.synchronize()
+                until(lambda: all(one.compiled != "compiling" for one in dr.profiler.compiled_graphs()), 300)
+            _change(here), step(there)
+            assert torch.equal(here, there.cpu())
+
+
+def _programs(log: Any, act: Callable[[], object]) -> list[Any]:
+    """Return the programs that a log's worker learns while something runs."""
+    before = {*log.templates._numbers}
+    act()
+    dr.synchronize()
+    found = [msgpack.unpackb(key) for key in {*log.templates._numbers} - before]
+    return [fields for fields in found if fields[0] == PROGRAM]
+
+
+def test_the_same_operators_on_other_kinds_of_tensors_are_another_program(session: Any) -> None:
+    step = dr.program(_change, compile="inductor")
+
+    def act() -> None:
+        for kind in KINDS.values():
+            # Another tensor of a kind is none.
+            for there in (kind().to(REMOTE), kind().to(REMOTE)):
+                for _ in range(3):
+                    step(there)
+
+    found = _programs(session.nodes[0], act)
+    # Their instructions are one list.
+    assert len(found) == len(KINDS) and all(one[1] == found[0][1] for one in found)
+
+
+def test_what_another_part_sizes_makes_another_program(session: Any) -> None:
+    step: Any = dr.program(
+        lambda n: _change(torch.zeros(n, device="remote:0").to("remote:1")), compile="inductor"
+    )
+    found = _programs(session.nodes[1], lambda: [step(n) for n in (5, 5, 5, 6, 6, 6)])
+    assert len(found) == 2 and found[0][1] == found[1][1]
 
 
 @pytest.mark.slow

@@ -129,6 +129,8 @@ _SETTINGS: dict[str, tuple[Callable[[], Setting], Callable[[Setting], object]]] 
 
 # These are the settings as they were before the first change of this session.
 _at_start: dict[str, Setting] = {}
+# It counts how often they may have changed.
+changes = [0]
 
 
 def settings() -> list[tuple[str, Setting]]:
@@ -161,3 +163,4 @@ def _set(wanted: dict[str, Setting]) -> None:
         torch.use_deterministic_algorithms(
             bool(wanted["use_deterministic_algorithms"]), warn_only=bool(wanted.get("warn_only", False))
         )
+    changes[0] += 1

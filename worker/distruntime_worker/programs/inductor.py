@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import torch
@@ -24,6 +24,7 @@ from distruntime.wire.messages import ARGUMENT, HELD, Plain
 from distruntime.wire.shield import Lock
 
 from ..machine import threads
+from ..machine.settings import changes, settings
 from ..values.objects import Poisoned
 from ..values.step import Pattern, Slots, Step, Words
 from .compiler import Job, compiled, job_for, prepare
@@ -62,6 +63,9 @@ class Inductor:
         self.state = _WAITS if self.regions else _TOO_FEW
         self._begun = not self.regions
         self._ready: tuple[Source, Straight] | None = None
+        # What was compiled, by torch's settings then, and the number of their changes that `_ready` knows of.
+        self._made: dict[Hashable, tuple[Source, Straight]] = {}
+        self._changes = changes[0]
         self._complaint = ""
 
     def ready(self, slots: Slots, p: Words, i: int) -> tuple[Source, Straight] | None:
@@ -72,8 +76,23 @@ class Inductor:
         return self._ready if self._ready is not None and self._apart(slots, p, i) else None
 
     def may_begin(self, slots: Slots, p: Words, i: int) -> bool:
-        """Whether the inputs of the run at `i` are to be noted, to compile for their like."""
+        """Whether the inputs of the run at `i` are to be noted, to compile for their like.
+
+        It is asked before each run.
+        """
+        if self._changes != changes[0]:
+            self._follow_settings()
         return not self._begun and self._apart(slots, p, i)
+
+    def _follow_settings(self) -> None:
+        """Take what was compiled under torch's settings of now, or let it be compiled."""
+        self._changes = changes[0]
+        self._ready = self._made.get(tuple(settings()))
+        if self._ready is not None:
+            self.state = "inductor"
+        # What is being compiled ends first.
+        elif self.regions and self.state != "compiling":
+            self._begun, self.state = False, _WAITS
 
     def _apart(self, slots: Slots, p: Words, i: int) -> bool:
         """Whether no memory that a region writes has another name in this run.
@@ -106,18 +125,22 @@ class Inductor:
 
     def finish(self, source: Source, inputs: Inputs, job: Job | None) -> None:
         """Compile what another process has compiled before, if there was a job: it is in Inductor's cache."""
-        found = []
+        found, under = [], tuple(settings())
         for k, region in enumerate(self.regions):
             if region.first in inputs.of:
                 given = inputs.of[region.first] if job is None else job.inputs_of(region)
                 call = compiled(self._graph(k), given)
                 found.append((region, _guarded(call, inputs.strides.get(region.first, []))))
-        self._ready = source.with_regions(found)
-        self.state = "inductor"
+        # Settings that have changed meanwhile may be in some regions and not in others.
+        if tuple(settings()) == under:
+            self._made[under] = source.with_regions(found)
+        # The next run looks for it.
+        self.state, self._changes = "inductor", -1
 
     def give_up(self, why: str) -> None:
         """Go on with the program as it is, and tell its user."""
         self._ready = None
+        self._made.clear()
         self.state = f"Inductor cannot compile it: {why}"
         self._complaint = f"a program runs as straight-line code. {self.state}"
 

@@ -112,6 +112,31 @@ def test_an_offset_into_an_arguments_memory_stands_between_regions() -> None:
     assert [(one.first, one.behind) for one in found] == [(0, 5), (6, 9)]
 
 
+def test_what_is_written_has_one_name_in_a_region() -> None:
+    rows = [
+        _row("aten::t", OPERAND),
+        _row("aten::bernoulli", OPERAND),
+        _row("aten::mm", OPERAND, OPERAND),
+        _row("aten::add_.Tensor", OPERAND, OPERAND, results=0),
+    ]
+    view, drawn = Instruction(0, [W], [0], None), Instruction(1, [X], [1], None)
+    # As a step does it: the backward pass reads a view from before a draw, and then the optimizer writes.
+    read = [Instruction(2, [*_made(k), *_made(0)], [k + 1], None) for k in (1, 2, 3)]
+    write = [Instruction(3, [W, *_made(k)], [], None) for k in (2, 3, 4)]
+
+    def found(*behind: Instruction) -> list[tuple[int, int]]:
+        body = [view, drawn, *behind]
+        definition = Definition(rows, body, [], _made(4), 1, 0)
+        return [(one.first, one.behind) for one in regions_of(definition, _parts(definition))]
+
+    assert found(*read, *write) == [(2, 5), (5, 8)]
+    assert found(*read, *write[:1], *read) == [(2, 5), (6, 9)]
+    # A view that is made in the region is no other name: Inductor knows what it is of.
+    assert found(view, *read, *write) == [(2, 9)]
+    # One that does so by itself is in none.
+    assert found(*read, Instruction(3, [W, *_made(0)], [], None), *read) == [(2, 5), (6, 9)]
+
+
 def test_what_draws_stands_between_regions() -> None:
     _, _, (first, second) = _regions()
     assert (first.first, first.behind, first.writes) == (0, 3, False)
@@ -175,6 +200,17 @@ def test_a_region_that_fails_runs_again_if_it_has_written_nothing(error: Excepti
 # -- what Inductor has made ----------------------------------------------------------------------------------
 
 
+def _run(executor: Executor) -> torch.Tensor:
+    """Run a program of one argument, which is under ref 1; return its result."""
+    work = Work(Segment(1, 0, [], [FIRST_TEMPLATE, 1, 2], []), [], 1)
+    executor.works.append(work)
+    with torch.no_grad():
+        executor.run(work)
+    found = executor.state.slots[2]
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
 def _runs_of(
     call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Program, Callable[[], torch.Tensor]]:
@@ -195,13 +231,7 @@ def _runs_of(
     assert isinstance(program, Program)
 
     def run() -> torch.Tensor:
-        work = Work(Segment(1, 0, [], [FIRST_TEMPLATE, 1, 2], []), [], 1)
-        executor.works.append(work)
-        with torch.no_grad():
-            executor.run(work)
-        found = executor.state.slots[2]
-        assert isinstance(found, torch.Tensor)
-        return found
+        return _run(executor)
 
     run()
     until(lambda: program.compiled != "compiling", 60)
@@ -238,6 +268,43 @@ def test_compiled_code_that_raises_what_its_operators_do_not_is_run_once(
     assert program.compiled == (
         "Inductor cannot compile it: its code raises AssertionError: expected size 2==3"
     )
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_held_value_in_the_memory_of_a_written_argument_is_not_for_compiled_code(
+    monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    calls = []
+
+    def call(*values: torch.Tensor) -> list[torch.Tensor]:
+        calls.append(values)
+        values[0].add_(values[0])
+        return [values[1] * 4]
+
+    monkeypatch.setattr(inductor, "prepare", lambda *_: None)
+    monkeypatch.setattr(inductor, "compiled", lambda *_: call)
+    executor = Executor(Devices(), lambda *_: None, lambda *_: None)  # type: ignore[arg-type, return-value]
+    rows = [
+        ["aten::add_.Tensor", [OPERAND, OPERAND], {}, 0],
+        ["aten::mul.Scalar", [OPERAND, ["number"]], {}, 1],
+    ]
+    body = [
+        [0, [[ARGUMENT, 1], [ARGUMENT, 1]], [], None],
+        [1, [[HELD, 7], [FLOAT, 2.0]], [0], None],
+        [1, [[MADE, 0], [FLOAT, 2.0]], [1], None],
+    ]
+    executor.learn(
+        [[FIRST_TEMPLATE, PROGRAM, [rows, body, [], [[MADE, 1]], 1, 0], {"compile": "inductor"}, 0]]
+    )
+    program = executor.state.info[FIRST_TEMPLATE]
+    assert isinstance(program, Program)
+    for k in range(3):
+        x = torch.ones(4)
+        held = x.view(2, 2) if shared and k == 2 else torch.ones(2, 2)
+        executor.state.slots.update({1: x, 7: held})
+        _run(executor)
+        until(lambda: program.compiled != "compiling", 60)
+    assert program.compiled == "inductor" and len(calls) == 2 - shared
 
 
 def test_code_is_for_the_settings_that_it_was_compiled_under(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,6 +599,28 @@ def test_what_another_part_sizes_makes_another_program(session: Any) -> None:
     )
     found = _programs(session.nodes[1], lambda: [step(n) for n in (5, 5, 5, 6, 6, 6)])
     assert len(found) == 2 and found[0][1] == found[1][1]
+
+
+def _reads_a_view(x: torch.Tensor) -> Any:
+    view, noise = x.t(), torch.rand_like(x)
+    grown = noise.exp()
+    product = view @ grown
+    x.add_(noise)
+    return grown, product
+
+
+@pytest.mark.slow
+def test_a_view_that_is_read_before_a_write_has_the_values_from_before_it(session: object) -> None:
+    step: Any = torch.compile(_reads_a_view)
+    for k in range(8):
+        if k == 6:
+            dr.synchronize()
+            until(lambda: all(one.compiled != "compiling" for one in dr.profiler.compiled_graphs()), 300)
+        x = torch.arange(12.0, device=REMOTE).view(3, 4) + 0
+        before = x.cpu()
+        grown, product = step(x)
+        torch.testing.assert_close(product.cpu(), before.t() @ grown.cpu())
+    assert [one.compiled for one in dr.profiler.compiled_graphs()][-1] == "inductor"
 
 
 @pytest.mark.slow

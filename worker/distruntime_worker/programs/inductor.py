@@ -16,6 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from operator import attrgetter, methodcaller
 
 import torch
 
@@ -35,6 +36,7 @@ from .source import NotBegun, Source, Straight
 # Inductor compiles one program at a time.
 _compiling = Lock()
 _WAITS = "in no call so far the arguments had memory of their own"
+_storage_of, _number_of = methodcaller("untyped_storage"), attrgetter("_cdata")
 _TOO_FEW = "no three operators that Inductor may compile stand together"
 
 
@@ -56,9 +58,10 @@ class Inductor:
         self._definition, self._device, self._warn = definition, device, warn
         self._patterns: list[Pattern] = [part.pattern for part in parts if part.pattern is not None]
         self.regions = regions_of(definition, parts)
-        writes = any(region.writes for region in self.regions) and definition.tensors > 0
-        self._written = list(written) if writes else []
-        self._read = [k for k in range(1, 1 + definition.tensors) if (ARGUMENT, k) not in written]
+        self._written = list(written) if any(region.writes for region in self.regions) else []
+        names: list[Name] = [(ARGUMENT, k) for k in range(1, 1 + definition.tensors)]
+        names += [name for one in definition.instructions for name in one.words if name[0] == HELD]
+        self._read = [name for name in dict.fromkeys(names) if name not in written]
         # It is what a master may ask for: "compiling", "inductor", or why there is none.
         self.state = _WAITS if self.regions else _TOO_FEW
         self._begun = not self.regions
@@ -101,15 +104,13 @@ class Inductor:
         """
         if not self._written:
             return True
-        taken: set[int] = set()
-        for kind, what in self._written:
-            assert isinstance(what, int)
-            value = slots.get(what if kind == HELD else p[i + what])
-            if not isinstance(value, torch.Tensor) or (memory := _memory(value)) in taken:
-                return False
-            taken.add(memory)
-        values = [slots.get(p[i + k]) for k in self._read]
-        return all(isinstance(value, torch.Tensor) and _memory(value) not in taken for value in values)
+        try:
+            written, read = (_memories(names, slots, p, i) for names in (self._written, self._read))
+        except AttributeError:
+            # One is poisoned, or no tensor.
+            return False
+        taken = {*written}
+        return len(taken) == len(written) and taken.isdisjoint(read)
 
     def begin(self, source: Source, inputs: Inputs) -> None:
         """Compile in a thread of its own, for inputs like these."""
@@ -209,6 +210,13 @@ def inductor_for(
 def _memory(value: torch.Tensor) -> int:
     found: int = value.untyped_storage()._cdata
     return found
+
+
+def _memories(names: Sequence[Name], slots: Slots, p: Words, i: int) -> list[int]:
+    """Return the memories of arguments and held values."""
+    values = [slots.get(what if kind == HELD else p[i + what]) for kind, what in names]  # type: ignore[index]
+    # Each run of a program asks, for all its tensors.
+    return [*map(_number_of, map(_storage_of, values))]
 
 
 def _guarded(call: Compiled, strides: Sequence[tuple[int, ...]]) -> Compiled:

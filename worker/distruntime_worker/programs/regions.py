@@ -2,14 +2,15 @@
 
 Some instructions are outside of every region: those that draw random numbers, as Inductor draws others; those
 with a number that changes at each replay; those that are one kernel already (`_fused_...`); those with an
-offset into an argument's memory; and the worker's own.
+offset into an argument's memory; and the worker's own. A region ends where another instruction would have it
+write a memory that it gets under two names.
 """
 
 from __future__ import annotations
 
 import importlib
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,15 +85,51 @@ def regions_of(definition: Definition, parts: Sequence[Step]) -> list[Region]:
     found: list[Region] = []
     # Inductor would count from where the argument began in the run that it has compiled for.
     arguments = [(ARGUMENT, k) for k in range(1, 1 + definition.tensors)]
-    first, placed = 0, placed_in(definition, parts, arguments)
+    bases, placed = bases_of(definition, parts), placed_in(definition, parts, arguments)
+    first, memories = 0, _Memories(bases)
     for at in range(end + 1):
         here = definition.instructions[at] if at < end and at not in placed else None
-        if here is not None and _fits(here, parts[here.row]):
+        fits = here is not None and _fits(here, parts[here.row])
+        if here is not None and fits and memories.take(here, parts[here.row]):
             continue
         if at - first >= _FEWEST:
             found.append(_region(definition, parts, first, at, last))
-        first = at + 1
+        first, memories = at, _Memories(bases)
+        # An instruction that may not follow the others may begin anew.
+        if here is None or not fits or not memories.take(here, parts[here.row]):
+            first, memories = at + 1, _Memories(bases)
     return found
+
+
+class _Memories:
+    """The memories that a region gets, while it grows: by which names, and which ones it writes.
+
+    To Inductor each input has memory of its own. A view that was made before the region would be read behind
+    the write that the operators have behind the read, or the other way round.
+    """
+
+    def __init__(self, bases: Mapping[Name, Collection[Name]]) -> None:
+        self._bases = bases
+        self._made: set[Name] = set()
+        # What each memory is called, those with two names, and those that are written.
+        self._names: dict[Name, Name] = {}
+        self._twice: set[Name] = set()
+        self._written: set[Name] = set()
+
+    def take(self, instruction: Instruction, part: Step) -> bool:
+        """Add an instruction. Return False if what is written has two names then."""
+        for name in instruction.words:
+            if name[0] != FLOAT and name not in self._made:
+                self._twice.update(
+                    root for root in self._roots(name) if self._names.setdefault(root, name) != name
+                )
+        for k in (*part.mutates, *part.unsaid):
+            self._written.update(self._roots(instruction.words[k - 1]))
+        self._made.update((MADE, number) for number in instruction.makes)
+        return self._written.isdisjoint(self._twice)
+
+    def _roots(self, name: Name) -> Collection[Name]:
+        return self._bases.get(name, (name,))
 
 
 def _fits(instruction: Instruction, part: Step) -> bool:

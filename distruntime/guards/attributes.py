@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import OrderedDict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,12 +12,15 @@ import torch
 from .contents import BUFFERS, FIXED, VIEWS, Contents, is_python_method
 from .functions import is_c
 from .notes import Notes
-from .seen import HEAP, MISSING, PLAIN, looked_up
+from .seen import HEAP, MISSING, PLAIN, ask, looked_up
 
 # Python looks an attribute of these up in the object and in its class.
-_GENERIC = (
-    *(object, dict, list, tuple, set, frozenset, str, bytes, int, float, complex, bytearray, deque),
-    *(types.ModuleType, types.FunctionType, types.SimpleNamespace, BaseException, OrderedDict, property),
+_GENERIC = frozenset(
+    kind.__getattribute__
+    for kind in (
+        *(object, dict, list, tuple, set, frozenset, str, bytes, int, float, complex, bytearray, deque),
+        *(types.ModuleType, types.FunctionType, types.SimpleNamespace, BaseException, OrderedDict, property),
+    )
 )
 _DATA = (types.GetSetDescriptorType, types.MemberDescriptorType)
 # Each tensor has these in its dictionary.
@@ -36,36 +39,80 @@ class Brought(NamedTuple):
     names: dict[str, None]
 
 
+class Hook(NamedTuple):
+    """A function that Python calls for an attribute by itself, and its arguments."""
+
+    function: object
+    arguments: tuple[object, ...]
+
+
 class Attributes:
     """Notes attributes that are looked up."""
 
     def __init__(self, notes: Notes, contents: Contents, brought: Brought) -> None:
         self._notes, self._contents, self._brought = notes, contents, brought
 
-    def read(self, owner: object, name: str, frame: types.FrameType) -> None:
-        """Note that an attribute was looked up: in an object, and in its class and the bases of that."""
+    def read(self, owner: object, name: str, frame: types.FrameType) -> Sequence[Hook]:
+        """Note that an attribute was looked up: in an object, and in its class and the bases of that.
+
+        Return what Python calls for it.
+        """
         kind = type(owner)
-        if kind in FIXED:
-            return
+        if kind in FIXED or isinstance(owner, types.CodeType):
+            return ()
         if isinstance(owner, torch.Tensor):
             self._of_tensor(owner, name, frame)
         elif kind is super:
-            self._notes.after_class(owner.__self_class__, owner.__thisclass__, name)  # type: ignore[attr-defined]
-        elif isinstance(owner, types.CodeType):
-            return
+            return self.of_super(owner.__self__, owner.__self_class__, owner.__thisclass__, name)  # type: ignore[attr-defined]
         elif isinstance(owner, type):
-            self._notes.cls(owner, name)
-            self._notes.cls(kind, name)
-            if isinstance(looked_up(kind, name), _DATA) and name != "__dict__":
-                self._given(owner, name, frame)
+            return self._of_class(owner, name, frame)
         elif isinstance(owner, types.MethodType):
-            self.read(owner.__func__, name, frame)
-        elif getattr(kind.__getattribute__, "__objclass__", None) in _GENERIC:
-            self.of_object(owner, name, frame)
+            return self.read(owner.__func__, name, frame)
+        elif kind.__getattribute__ in _GENERIC:
+            return self.of_object(owner, name, frame)
         elif isinstance(kind.__getattribute__, types.FunctionType):
             self._notes.cls(kind, "__getattribute__")
+            return self._otherwise(owner, name)
         else:
             self._given(owner, name, frame)
+        return ()
+
+    def of_super(self, owner: object, kind: type, cls: type, name: str) -> Sequence[Hook]:
+        """Note what the bases of a class behind one of them have, as `super()` looks there."""
+        found = self._notes.after_class(kind, cls, name)
+        if owner is not kind and isinstance(found, property):
+            return [Hook(found.fget, (owner,))]
+        if owner is not kind and isinstance(found, _DATA):
+            read, given = type(found).__get__, (found, owner, kind)
+            self._notes.note(f"{kind.__name__}.{name}", "given", read, given, ask(read, given))
+        return ()
+
+    def _of_class(self, owner: type, name: str, frame: types.FrameType) -> Sequence[Hook]:
+        kind = type(owner)
+        self._notes.cls(owner, name)
+        self._notes.cls(kind, name)
+        self._contents.dunders(kind, frame)
+        found = looked_up(kind, name)
+        if isinstance(found, property):
+            return [Hook(found.fget, (owner,)), *self._otherwise(owner, name)]
+        if isinstance(found, _DATA) and name != "__dict__":
+            self._given(owner, name, frame)
+        there = found is not MISSING or looked_up(owner, name) is not MISSING
+        return () if there else self._otherwise(owner, name)
+
+    def _otherwise(self, owner: object, name: str) -> Sequence[Hook]:
+        """Return what Python calls for an attribute that is not there."""
+        kind = type(owner)
+        if isinstance(owner, types.ModuleType):
+            space, key = vars(owner), "__getattr__"
+            self._notes.note(f"{owner.__name__}.{key}", "item", space, key, space.get(key, MISSING))
+            if key in space:
+                return [Hook(space[key], (name,))]
+        hook = looked_up(kind, "__getattr__")
+        if hook is MISSING or isinstance(hook, types.FunctionType) or is_python_method(hook, "__get__"):
+            return ()
+        bind = getattr(type(hook), "__get__", None)
+        return [Hook(hook if bind is None else bind(hook, owner, kind), (name,))]
 
     def _of_tensor(self, owner: torch.Tensor, name: str, frame: types.FrameType) -> None:
         self._notes.cls(type(owner), name)
@@ -86,32 +133,35 @@ class Attributes:
             )
         self._contents.buffer(owner, frame)
 
-    def of_object(self, owner: object, name: str, frame: types.FrameType) -> None:
-        """Note what stands under a name in an object, and in its class."""
+    def of_object(self, owner: object, name: str, frame: types.FrameType) -> Sequence[Hook]:
+        """Note what stands under a name in an object, and in its class. Return what Python calls for it."""
         kind = type(owner)
         self._notes.cls(kind, name)
-        self._notes.dunders(kind)
+        self._contents.dunders(kind, frame)
         found = looked_up(kind, name)
-        if isinstance(found, property) or isinstance(owner, VIEWS):
-            return
-        self._notes.dunders(type(found))
+        if isinstance(found, property):
+            return [Hook(found.fget, (owner,)), *self._otherwise(owner, name)]
+        if isinstance(owner, VIEWS):
+            return ()
+        self._contents.dunders(type(found), frame)
         if (
             found is not MISSING
             and hasattr(type(found), "__set__")
             and not is_python_method(found, "__get__")
         ):
             self._given(owner, name, frame)
-            return
+            return ()
         try:
             space = object.__getattribute__(owner, "__dict__")
         # It has slots, or none: its class says all.
         except AttributeError:
-            return
+            return self._otherwise(owner, name) if found is MISSING else ()
         path = f"{owner.__name__ if isinstance(owner, types.ModuleType) else kind.__name__}.{name}"
         self._notes.note(path, "item", space, name, space.get(name, MISSING))
         if kind.__flags__ & HEAP and not isinstance(owner, types.ModuleType):
             self._notes.note(f"{kind.__name__}.__class__", "attribute", owner, "__class__", kind)
             self._notes.note(f"{kind.__name__}.__dict__", "attribute", owner, "__dict__", space)
+        return self._otherwise(owner, name) if found is MISSING and name not in space else ()
 
     def _given(self, owner: object, name: str, frame: types.FrameType) -> None:
         """Note an attribute that C code gives, if it gives the same thing each time."""

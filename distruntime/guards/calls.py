@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from ..log.line import of_a_library
-from .anchors import Anchor
 from .arithmetic import Term
-from .attributes import Attributes
+from .attributes import Attributes, Hook
 from .contents import CONTAINERS, FIXED, VIEWS, Contents, is_python_method
 from .functions import (
     draws,
@@ -28,8 +26,7 @@ from .functions import (
     starts_thread,
 )
 from .notes import Notes
-from .reachable import Reachable
-from .seen import HEAP, SIMPLE, elements_of, key_of, keys_of, looked_up
+from .seen import HEAP, SIMPLE, elements_of, keys_of, looked_up
 
 # These take an object, and read nothing in it.
 _BLIND = frozenset(
@@ -83,7 +80,7 @@ class Calls:
                     self._contents.deep(argument, None, pins=False)
             return
         if isinstance(function, type):
-            self._notes.dunders(function)
+            self._contents.dunders(function, frame)
             self._asked(function, arguments, frame)
             made = looked_up(function, "__init__")
             if isinstance(made, types.FunctionType) and not is_traced(made.__code__.co_filename):
@@ -96,38 +93,40 @@ class Calls:
                     self._contents.deep(argument, frame)
             return
         if isinstance(function, functools._lru_cache_wrapper):
-            self._cached(function)
+            self._contents.cached(function)
         elif is_c(function) or not is_python_method(function, "__call__"):
             self._c_call(function, arguments, frame)
         else:
-            self._notes.dunders(type(function))
+            self._contents.dunders(type(function), frame)
 
-    def _cached(self, function: functools._lru_cache_wrapper[object]) -> None:
-        """Note what a function reads that may not be called again, and that it keeps what it gave."""
-        code = getattr(function.__wrapped__, "__code__", None)
-        if code is not None and not of_a_library(code.co_filename):
-            self._notes.note(
-                f"the cache of {function.__name__}", "given", _answers, (function,), _answers(function)
-            )
-            for one in Reachable([(function.__name__, function.__wrapped__)]).seen:
-                if not isinstance(one.holder, Anchor) and not isinstance(one.held, Anchor):
-                    self._notes.found.setdefault(key_of(one), one)
+    def hooked(self, hooks: Iterable[Hook], frame: types.FrameType) -> None:
+        """Note what functions read that Python calls for an attribute. Frames tell that of those in Python.
+
+        No instruction behind it shows what such a function gave, as one does behind a call.
+        """
+        for function, arguments in hooks:
+            if isinstance(getattr(function, "__func__", function), types.FunctionType):
+                continue
+            known = len(self._notes.reasons)
+            self.call(function, arguments, frame)
+            if self.then.pop(id(frame), None) is not None and len(self._notes.reasons) == known:
+                self._notes.unseen(f"{name_of(function)}() gives an attribute", frame, None)
 
     def _c_call(self, function: object, arguments: tuple[object, ...], frame: types.FrameType) -> None:
         owner = getattr(function, "__self__", None)
         if owner is not None and not isinstance(owner, types.ModuleType):
             arguments = (owner, *arguments)
         for argument in arguments:
-            self._notes.dunders(type(argument))
+            self._contents.dunders(type(argument), frame)
         name = getattr(function, "__name__", "")
         judged = not is_trusted(frame.f_code.co_filename)
         if function is getattr or function is hasattr:
             if len(arguments) > 1:
-                self._attributes.read(arguments[0], str(arguments[1]), frame)
+                self.hooked(self._attributes.read(arguments[0], str(arguments[1]), frame), frame)
             return
         if name == "__getattribute__" and len(arguments) == 2:
             # A class with its own hands on to this one.
-            self._attributes.of_object(arguments[0], str(arguments[1]), frame)
+            self.hooked(self._attributes.of_object(arguments[0], str(arguments[1]), frame), frame)
             return
         if id(function) in _BLIND:
             if function is len and not isinstance(arguments[0], (torch.Tensor, *FIXED)):
@@ -160,7 +159,7 @@ class Calls:
 
     def entered(self, owner: object, frame: types.FrameType) -> None:
         """Note what an object is that a `with` enters. This package's Python reads that of an autocast."""
-        self._notes.dunders(type(owner))
+        self._contents.dunders(type(owner), frame)
         if isinstance(owner, torch.autocast):
             self._contents.whole(vars(owner), frame)
 
@@ -193,13 +192,13 @@ class Calls:
                 now = owner
                 *outer, last = str(name).split(".")
                 for part in outer:
-                    self._attributes.read(now, part, frame)
+                    self.hooked(self._attributes.read(now, part, frame), frame)
                     if isinstance(looked_up(type(now), part), property):
                         # To ask it would run code of the user's once more.
                         self._notes.unseen(f"{name_of(getter)}() asks a property", frame, None)
                         return
                     now = getattr(now, part, None)
-                self._attributes.read(now, last, frame)
+                self.hooked(self._attributes.read(now, last, frame), frame)
 
     def _unknown(self, function: object, frame: types.FrameType) -> None:
         """Note that a function gives what nobody knows, unless it gives nothing."""
@@ -244,12 +243,6 @@ def _names_attributes(text: str) -> bool:
         for _, field, spec, _ in string.Formatter().parse(text)
         if field is not None
     )
-
-
-def _answers(function: functools._lru_cache_wrapper[object]) -> str:
-    """Return what changes when a function has been asked for something new, or has forgotten all."""
-    about = function.cache_info()
-    return f"{about.misses} {about.currsize}"
 
 
 def _is_made_by_c(kind: type) -> bool:

@@ -13,8 +13,12 @@ from collections import deque
 import numpy as np
 import torch
 
+from ..log.line import of_a_library
+from .anchors import Anchor
+from .functions import is_c
 from .notes import Notes
-from .seen import HEAP, MISSING, PLAIN, SIMPLE, content_of, elements_of, keys_of, looked_up
+from .reachable import Reachable
+from .seen import HEAP, MISSING, PLAIN, SIMPLE, content_of, elements_of, key_of, keys_of, looked_up
 
 CONTAINERS = (dict, list, set, deque)
 # Nothing in these changes.
@@ -24,6 +28,8 @@ _CODE = (
     *(types.MethodType, types.CodeType),
 )
 _BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)
+# C code that is called by C code reads what these belong to, or keep: `map(table.get, names)`.
+_KEEPING = (*_BOUND, types.MethodType, functools.partial, functools._lru_cache_wrapper)
 VIEWS: tuple[type, ...] = (type({}.keys()), type({}.values()), type({}.items()), types.MappingProxyType)
 # What these hold decides nothing, but for what their methods give.
 _LOCKS = (type(threading.Lock()), type(threading.RLock()))
@@ -47,6 +53,7 @@ class Contents:
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
         self._bytes = 0
+        self._types: set[type] = set()
 
     def part(self, owner: object, key: object, frame: types.FrameType) -> None:
         """Note one item of a container."""
@@ -57,7 +64,7 @@ class Contents:
         if isinstance(owner, types.MappingProxyType):
             owner = gc.get_referents(owner)[0]
         if isinstance(owner, dict):
-            self._notes.dunders(kind)
+            self.dunders(kind, frame)
             path = f"{kind.__name__}[{key!r:.40}]" if isinstance(key, PLAIN) else kind.__name__
             try:
                 if is_python_method(owner, "__getitem__") or is_python_method(owner, "__contains__"):
@@ -80,10 +87,13 @@ class Contents:
     def whole(self, owner: object, frame: types.FrameType | None = None) -> None:
         """Note all that a container holds, a buffer's bytes, or that an iterator goes on."""
         kind = type(owner)
+        if isinstance(owner, type):
+            self.dunders(kind, frame)
+            return
         if kind in FIXED or isinstance(owner, (*_CODE, *_BOUND, *_LOCKS)):
             return
         if isinstance(owner, CONTAINERS):
-            self._notes.dunders(kind)
+            self.dunders(kind, frame)
             self._items(owner)
         elif isinstance(owner, VIEWS):
             self.whole(gc.get_referents(owner)[0], frame)
@@ -95,12 +105,12 @@ class Contents:
             self._notes.unseen(f"it goes on with {kind.__name__!r} that was begun before", frame, owner)
         elif isinstance(owner, (types.SimpleNamespace, BaseException)):
             # C code compares and prints them.
-            self._notes.dunders(kind)
+            self.dunders(kind, frame)
             self._items(vars(owner))
             if isinstance(owner, BaseException):
                 self._notes.note(f"{kind.__name__}.args", "attribute", owner, "args", owner.args)
         elif _is_python(owner):
-            self._notes.dunders(kind)
+            self.dunders(kind, frame)
         elif kind.__module__.split(".")[0] not in _STEADY and (kind.__hash__ is None or gc.is_tracked(owner)):
             self._notes.unseen(f"it reads an object of {kind.__module__}.{kind.__qualname__}", frame, owner)
 
@@ -143,15 +153,44 @@ class Contents:
             self.whole(one, frame)
             if isinstance(one, CONTAINERS):
                 todo += one.values() if isinstance(one, dict) else one
-            elif isinstance(one, _BOUND):
-                # C code that is called by C code reads what it belongs to: `map(table.get, names)`.
+            elif isinstance(one, _BOUND) or (isinstance(one, types.MethodType) and is_c(one.__func__)):
                 todo.append(one.__self__)
             elif isinstance(one, functools.partial):
                 todo += (one.func, one.args, one.keywords)
+            elif isinstance(one, functools._lru_cache_wrapper):
+                self.cached(one)
             elif objects and not isinstance(one, (torch.Tensor, torch.nn.Module, *_CODE)):
                 space = getattr(one, "__dict__", None)
                 todo += [] if space is None else [space]
                 todo += self.slots(one)
+
+    def dunders(self, kind: type, frame: types.FrameType | None) -> None:
+        """Note the functions of a class that Python calls by itself, for an operator or a loop.
+
+        No frame tells what one reads that is no Python: `__getitem__ = table.__getitem__`.
+        """
+        if kind in self._types or not kind.__flags__ & HEAP or issubclass(kind, torch.Tensor):
+            return
+        self._types.add(kind)
+        for base in kind.__mro__:
+            if base.__flags__ & HEAP:
+                for name, value in list(vars(base).items()):
+                    if name.startswith("__") and callable(value) and not isinstance(value, type):
+                        self._notes.cls(kind, name)
+                        value = value.__func__ if isinstance(value, staticmethod) else value
+                        if isinstance(value, _KEEPING):
+                            self.deep(value, frame)
+
+    def cached(self, function: functools._lru_cache_wrapper[object]) -> None:
+        """Note what a function reads that may not be called again, and that it keeps what it gave."""
+        code = getattr(function.__wrapped__, "__code__", None)
+        if code is not None and not of_a_library(code.co_filename):
+            self._notes.note(
+                f"the cache of {function.__name__}", "given", _answers, (function,), _answers(function)
+            )
+            for one in Reachable([(function.__name__, function.__wrapped__)]).seen:
+                if not isinstance(one.holder, Anchor) and not isinstance(one.held, Anchor):
+                    self._notes.found.setdefault(key_of(one), one)
 
     def slots(self, owner: object) -> list[object]:
         """Note what stands in an object's slots, and return that."""
@@ -183,6 +222,12 @@ class Contents:
                 f"it reads {type(owner).__name__}, which holds objects or more than {_MOST_BYTES >> 10} KiB"
             )
             self._notes.unseen(what, frame, owner)
+
+
+def _answers(function: functools._lru_cache_wrapper[object]) -> str:
+    """Return what changes when a function has been asked for something new, or has forgotten all."""
+    about = function.cache_info()
+    return f"{about.misses} {about.currsize}"
 
 
 def is_python_method(owner: object, name: str) -> bool:

@@ -29,7 +29,6 @@ class Notes:
         self.reasons: dict[str, object] = {}
         # The ids of objects that the call has made, once it is over.
         self.made: Set[int] = frozenset()
-        self._types: set[type] = set()
 
     def note(self, path: str, form: str, owner: object, key: object, value: object) -> None:
         """Note that something was read, and what it was."""
@@ -78,23 +77,14 @@ class Notes:
         if kind.__flags__ & HEAP and (id(kind), "class", name) not in self.found:
             self.note(f"{kind.__name__}.{name}", "class", kind, name, looked_up(kind, name))
 
-    def after_class(self, kind: type, cls: type, name: str) -> None:
+    def after_class(self, kind: type, cls: type, name: str) -> object:
+        """Note what the bases behind one of them have under a name, and return that."""
         bases = kind.__mro__
         for base in bases[bases.index(cls) + 1 :]:
             self.cls(base, name)
             if name in vars(base):
-                break
-
-    def dunders(self, kind: type) -> None:
-        """Note the functions of a class that Python calls by itself, for an operator or a loop."""
-        if kind in self._types or not kind.__flags__ & HEAP or issubclass(kind, torch.Tensor):
-            return
-        self._types.add(kind)
-        for base in kind.__mro__:
-            if base.__flags__ & HEAP:
-                for name, value in list(vars(base).items()):
-                    if name.startswith("__") and isinstance(value, types.FunctionType):
-                        self.cls(kind, name)
+                return vars(base)[name]
+        return MISSING
 
     def settle(self, made: Set[int]) -> list[str]:
         """Let go of what the call itself has made, or has held alone. Return the reasons that are left.

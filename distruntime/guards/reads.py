@@ -102,10 +102,10 @@ class Reads:
         if type(kind) is not type and not isinstance(owner, torch.Tensor):
             self.notes.note("isinstance()", "given", isinstance, (owner, kind), matches)
         if matches:
-            self._attributes.read(kind, "__match_args__", frame)
+            self._calls.hooked(self._attributes.read(kind, "__match_args__", frame), frame)
             first = getattr(kind, "__match_args__", ())[: one.number]
             for name in (*first, *names):  # type: ignore[misc]
-                self._attributes.read(owner, str(name), frame)
+                self._calls.hooked(self._attributes.read(owner, str(name), frame), frame)
 
     def _import(self, frame: types.FrameType, one: Reading) -> None:
         name = one.name
@@ -121,14 +121,15 @@ class Reads:
                 return
 
     def _attribute(self, frame: types.FrameType, one: Reading) -> None:
-        self._attributes.read(operands.operand(frame, one.depth), one.name, frame)
+        hooks = self._attributes.read(operands.operand(frame, one.depth), one.name, frame)
+        self._calls.hooked(hooks, frame)
 
     def _super(self, frame: types.FrameType, one: Reading) -> None:
         owner, cls = operands.operand(frame, one.depth), operands.operand(frame, one.depth, 1)
         # In a method of a metaclass the owner is a class, and none below the metaclass.
         kind = owner if isinstance(owner, type) and cls in owner.__mro__ else type(owner)
         if isinstance(cls, type) and cls in kind.__mro__:
-            self.notes.after_class(kind, cls, one.name)
+            self._calls.hooked(self._attributes.of_super(owner, kind, cls, one.name), frame)
 
     def _item(self, frame: types.FrameType, one: Reading) -> None:
         key, owner = operands.operand(frame, one.depth), operands.operand(frame, one.depth, 1)
@@ -185,6 +186,7 @@ class Reads:
         if term is not None:
             self.notes.numbers.gave((bool, term), bool(value))
         elif isinstance(value, CONTAINERS):
+            self._contents.dunders(type(value), frame)
             self._contents.length(value)
         elif type(value) not in FIXED:
             self._contents.whole(value, frame)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import operator
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -233,3 +235,195 @@ def copy_of_the_users(here: Here) -> State:
 
     config = Config()
     return (lambda: copy.copy(config).v), (lambda k: setattr(box, "v", float(k)))  # type: ignore[attr-defined]
+
+
+# -- what is no Python, where Python looks for a method ------------------------------------------------------
+
+
+@kind()
+def attributes_are_items_by_get(here: Here) -> State:
+    class Config(dict[str, float]):
+        __getattr__ = dict.get
+        __setattr__ = dict.__setitem__  # type: ignore[assignment]
+
+    config = Config(scale=1.0)
+    return (lambda: config.scale), (lambda k: setattr(config, "scale", float(k)))
+
+
+@kind()
+def attributes_are_items(here: Here) -> State:
+    class Config(dict[str, float]):
+        __getattr__ = dict.__getitem__
+
+    config = Config(scale=1.0)
+    return (lambda: getattr(config, "scale", 0.0)), (lambda k: config.update(scale=float(k)))
+
+
+@kind()
+def attributes_are_items_of_another_class(here: Here) -> State:
+    class Config(dict[str, float]):
+        __getattr__ = dict.get
+
+    config = Config(scale=1.0)
+
+    def change(k: int) -> None:
+        Config.__getattr__ = lambda self, name: float(k)  # type: ignore[assignment, method-assign]
+
+    return (lambda: config.scale), change
+
+
+@kind()
+def attributes_are_items_of_a_table(here: Here) -> State:
+    table = {"scale": 1.0}
+
+    class Config:
+        __getattr__ = staticmethod(table.__getitem__)
+
+    config = Config()
+    return (lambda: config.scale), (lambda k: table.update(scale=float(k)))
+
+
+@kind()
+def attributes_of_a_module_are_items(here: Here) -> State:
+    table, module = {"scale": 1.0}, types.ModuleType("tables")
+    setattr(module, "__getattr__", table.get)  # noqa: B010
+    return (lambda: module.scale), (lambda k: table.update(scale=float(k)))
+
+
+@kind()
+def property_by_attrgetter(here: Here) -> State:
+    class Config(Holder):
+        scale = property(operator.attrgetter("v"))
+
+    config = Config()
+    return (lambda: config.scale), (lambda k: setattr(config, "v", float(k)))
+
+
+@kind()
+def property_by_len(here: Here) -> State:
+    class Items(list[int]):
+        size = property(len)
+
+    items = Items([1])
+    return (lambda: items.size), (lambda k: items.extend([1] * k))
+
+
+@kind()
+def property_by_attrgetter_of_a_class(here: Here) -> State:
+    class Meta(type):
+        scale = property(operator.attrgetter("v"))
+
+    class Config(metaclass=Meta):
+        v = 1.0
+
+    return (lambda: Config.scale), (lambda k: setattr(Config, "v", float(k)))
+
+
+@kind()
+def property_by_attrgetter_of_super(here: Here) -> State:
+    class Base(Holder):
+        scale = property(operator.attrgetter("v"))
+
+    class Config(Base):
+        def read(self) -> Any:
+            return super().scale
+
+    config = Config()
+    return config.read, (lambda k: setattr(config, "v", float(k)))
+
+
+@kind()
+def slot_of_super(here: Here) -> State:
+    class Base:
+        __slots__ = ("v",)
+        v: float
+
+    class Config(Base):
+        def read(self) -> Any:
+            return super().v
+
+    config = Config()
+    config.v = 1.0
+    return config.read, (lambda k: setattr(config, "v", float(k)))
+
+
+@kind()
+def property_that_remembers(here: Here) -> State:
+    values = [1.0]
+
+    class Config:
+        @property
+        @functools.lru_cache  # noqa: B019
+        def scale(self) -> float:
+            return values[0]
+
+    config = Config()
+
+    def change(k: int) -> None:
+        values[0] = float(k)
+        Config.scale.fget.cache_clear()  # type: ignore[attr-defined]
+
+    return (lambda: config.scale), change
+
+
+@kind()
+def map_of_a_function_that_remembers(here: Here) -> State:
+    values = [1.0]
+
+    @functools.lru_cache
+    def read(key: int) -> float:
+        return values[key]
+
+    def change(k: int) -> None:
+        values[0] = float(k)
+        read.cache_clear()
+
+    return (lambda: sum(map(read, [0]))), change
+
+
+_BOUND: dict[str, tuple[str, Any, Any]] = {
+    "getitem": ("__getitem__", "__getitem__", lambda thing: thing["a"]),
+    "iter": ("__iter__", "__iter__", lambda thing: len([*thing])),
+    "contains": ("__contains__", "__contains__", lambda thing: 2.0 if 11 in thing else 1.0),
+    "add": ("__add__", "__getitem__", lambda thing: thing + "a"),
+    "eq": ("__eq__", "__contains__", lambda thing: 2.0 if thing == 11 else 1.0),
+    "bool": ("__bool__", "__contains__", lambda thing: 2.0 if thing else 1.0),
+}
+
+
+def _bound(name: str, place: str, method: str, read: Any) -> None:
+    def make(here: Here) -> State:
+        table: dict[object, float] = {"a": 1.0}
+        function = getattr(table, method)
+        if place == "__bool__":
+            function = functools.partial(function, 11)
+        thing = type("Bound", (), {place: function})()
+        return (lambda: read(thing)), (lambda k: table.update({"a": float(k), k: 0.0}))
+
+    make.__name__ = f"method_of_a_table_as_{name}"
+    kind()(make)
+
+
+for _name, (_place, _method, _read) in _BOUND.items():
+    _bound(_name, _place, _method, _read)
+
+
+@kind()
+def class_that_makes_its_objects_otherwise(here: Here) -> State:
+    class Config:
+        v: float
+
+        def __new__(cls) -> Config:
+            made = object.__new__(cls)
+            made.v = 1.0
+            return made
+
+    def change(k: int) -> None:
+        def new(cls: type) -> Config:
+            made = object.__new__(cls)
+            made.v = float(k)  # type: ignore[attr-defined]
+            return made  # type: ignore[return-value]
+
+        Config.__new__ = staticmethod(new)  # type: ignore[assignment, method-assign]
+
+    return (lambda: Config().v), change

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import operator
 import string
@@ -26,7 +27,7 @@ from .functions import (
     starts_thread,
 )
 from .notes import Notes
-from .seen import HEAP, SIMPLE, elements_of, keys_of, looked_up
+from .seen import HEAP, MISSING, SIMPLE, elements_of, keys_of, looked_up
 
 # These take an object, and read nothing in it.
 _BLIND = frozenset(
@@ -138,6 +139,11 @@ class Calls:
             self._given(function, arguments, frame)
             return
         first = arguments[0] if arguments else None
+        if isinstance(first, contextvars.ContextVar) and name == "get":
+            # It may raise now, or give what it was offered.
+            given = first, MISSING
+            self._notes.note(first.name, "given", contextvars.ContextVar.get, given, first.get(MISSING))
+            return
         if name == "item" and id(first) in self._notes.numbers.steps:
             self.then[id(frame)] = functools.partial(self._notes.numbers.item, first)
         if isinstance(first, dict) and name in ("get", "__getitem__", "__contains__", "pop", "setdefault"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import os
 import types
@@ -80,9 +79,8 @@ def gives_again(function: object, arguments: tuple[object, ...]) -> bool:
     name = getattr(function, "__name__", "")
     if isinstance(function, weakref.ReferenceType):
         return True
-    first = arguments[0] if arguments else None
-    if isinstance(first, (contextvars.ContextVar, torch._C.Generator)):
-        return len(arguments) == 1 and name in ("get", "initial_seed")
+    if arguments and isinstance(arguments[0], torch._C.Generator):
+        return len(arguments) == 1 and name == "initial_seed"
     if not all(isinstance(one, _PLAIN) for one in arguments):
         return False
     module = _module(function)

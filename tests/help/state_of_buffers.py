@@ -259,6 +259,25 @@ def context_variable(here: Here) -> State:
 
 
 @kind()
+def context_variable_without_a_value(here: Here) -> State:
+    variable: contextvars.ContextVar[float] = contextvars.ContextVar("variable")
+    return (lambda: variable.get(1.0)), (lambda k: variable.set(float(k)))
+
+
+@kind()
+def context_variable_that_has_raised(here: Here) -> State:
+    variable: contextvars.ContextVar[float] = contextvars.ContextVar("variable")
+
+    def read() -> float:
+        try:
+            return variable.get()
+        except LookupError:
+            return 1.0
+
+    return read, (lambda k: variable.set(float(k)))
+
+
+@kind()
 def list_in_a_context_variable(here: Here) -> State:
     values = [1.0]
     variable = contextvars.ContextVar("variable", default=values)

@@ -12,8 +12,8 @@ import torch
 
 from ..log.line import line_from, line_text, of_a_library, own_line
 from .arithmetic import Arithmetic
-from .functions import is_trusted
-from .seen import HEAP, LISTED, MISSING, SIMPLE, TENSOR, Key, Seen, key_of, looked_up
+from .functions import is_traced, is_trusted
+from .seen import HEAP, LISTED, MISSING, SIMPLE, TENSOR, Key, Seen, key_of, looked_up, same
 
 _HOLDERS = (types.FunctionType, types.MethodType, staticmethod, classmethod, functools.partial, property)
 
@@ -136,7 +136,8 @@ class Notes:
         """Let each read say what is there now. Return what was read where that was something else.
 
         Something that the call itself has put there is no state that it depends on. The next call finds what
-        is there now. Values that are not plain count as None.
+        is there now. What is not plain counts as MISSING, and as TENSOR if it says nothing of what was there
+        before the call: it was made meanwhile, or a tensor is there, which others look at.
         """
         changed: dict[Key, object] = {}
         for key, one in list(self.found.items()):
@@ -146,11 +147,27 @@ class Notes:
                 now = MISSING
             if (isinstance(now, torch.Tensor) and one.held is TENSOR) or one.is_as(one.held, now):
                 continue
-            changed[key] = one.held if type(one.held) in SIMPLE else None
+            changed[key] = self._read_before(one, now)
             one.held = TENSOR if isinstance(now, torch.Tensor) and type(now) is not torch.Tensor else now
             if now is MISSING and one.form != "item" and one.form != "class":
                 del self.found[key]
         return changed
+
+    def _read_before(self, one: Seen, now: object) -> object:
+        """Return what tells of what has stood there before the call."""
+        was = one.held
+        if was is TENSOR or (isinstance(now, torch.Tensor) and type(now) is not torch.Tensor):
+            return TENSOR
+        if type(was) in SIMPLE:
+            return was
+        if one.form in LISTED:
+            # Equal texts may be made anew.
+            equal = len(was) == len(now) and all(map(same, was, now))  # type: ignore[arg-type, call-overload]
+            return TENSOR if equal else MISSING
+        # This package puts functions of its own in the place of some, and takes them away.
+        own = isinstance(was, types.FunctionType) and not is_traced(was.__code__.co_filename)
+        made = one.form != "bytes" and id(was) in self.made
+        return TENSOR if own or made else MISSING
 
 
 def _of_made(one: Seen, made: Set[int]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -32,6 +32,7 @@ from .recording import Name
 from .returned import Stripped, dressed, handle_of, has_hooks, local_leaf, returned_from, stripped
 from .run import Run, replaced, require_unchanged, state_behind, unsteady
 from .side_effects import LocalDraws, watched, young_cycles_end
+from .steady import left_otherwise
 
 
 class Attempt:
@@ -219,9 +220,15 @@ class Attempt:
             for leaf in self.leaves
         )
 
-    def unsteady(self, last: Run) -> str:
-        """Say what the call has not left of the kind that it found, or return nothing."""
-        return unsteady(self.before, self.after, self.kinds, self.run, last)
+    def unsteady(self, lasts: Sequence[Run]) -> str:
+        """Say what the call has not left of the kind that it found, or return nothing.
+
+        `lasts` are the recording that it agrees with, and the one before it.
+        """
+        before, after, run = self.before, self.after, self.run
+        read, found = [last.changed for last in lasts], self.reads.notes.found
+        odd = left_otherwise(before, after, run.changed, found, run.steps, read)
+        return odd or unsteady(before, after, self.kinds, run)
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -226,6 +226,7 @@ class Program(Generic[P, R]):
         run, plan = attempt.run, None
         if attempt.asks_for_begins():
             signature = self._kinds.place(signature, run, "it asks where an argument begins in its memory")
+        lasts = self._kinds.runs.get(signature, [])[-1:]
         same, differs = self._kinds.same(signature, run)
         self.why = differs or self.why
         if expected is not None and (odd := expected.differs(run, numbers)):
@@ -236,7 +237,7 @@ class Program(Generic[P, R]):
                 "  something that it reads has changed where nobody can see it (a file, another module): "
                 "pass that as an argument. What the last replays have computed may be wrong"
             )
-        if same is not None and (odd := attempt.unsteady(same)):
+        if same is not None and (odd := attempt.unsteady([same, *lasts])):
             self.why = f"it left {odd} in another state than it found it in"
         elif same is not None and run.recording.acts:
             plan = Plan(attempt, same, self._compile)

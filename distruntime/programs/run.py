@@ -157,16 +157,12 @@ def replaced(before: Reachable, after: Reachable, state: Collection[str]) -> dic
     }
 
 
-def unsteady(before: Reachable, after: Reachable, free: Collection[str], run: Run, last: Run) -> str:
+def unsteady(before: Reachable, after: Reachable, free: Collection[str], run: Run) -> str:
     """Say what a run has not left of the kind that it found, or return nothing.
 
     Only a run that ends as it began is what the next call would do. At the paths in `free` a call may find
     another kind of tensor than it leaves, or None.
     """
-    for key, value in run.changed.items():
-        # A run that has read what it then changed would read another value the next time.
-        if value is not None and not same(last.changed.get(key), value):
-            return str(key[2])
     known = {(one.path, one.form): one.value for one in before.seen}
     for one in after.seen:
         old = known.pop((one.path, one.form), None)

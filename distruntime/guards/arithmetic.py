@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .seen import Key, Seen, same
+from .seen import MISSING, Key, Seen, same
 
 # A term is one of these: ("read", key of a read, index in its tuple or None), ("argument", number), ("step",
 # id of a tensor, what it is ahead by), ("constant", value), ("either", terms), (a function, terms).
@@ -134,8 +134,15 @@ class Arithmetic:
         return self.follows(function, values) if id(function) in _FUNCTIONS else None  # type: ignore[arg-type]
 
     def gave(self, term: Term, value: object) -> None:
-        """Note what a term has given. If that is no float, it has decided something."""
-        if type(value) is float:
+        """Note what a term has given. If that is no float, it has decided something.
+
+        Where Python has raised instead, the numbers that it had must be what they were.
+        """
+        if value is MISSING:
+            for part in term[1:]:
+                if part in self.values:
+                    self._pin(part, self.values[part])
+        elif type(value) is float:
             self._know(value, term)
         else:
             self.decisions[term] = value

@@ -133,6 +133,17 @@ class Attributes:
             )
         self._contents.buffer(owner, frame)
 
+    def put(self, owner: object, name: str, value: object) -> None:
+        """Note a value that is put into an attribute, if C code takes it there."""
+        found = looked_up(type(owner), name)
+        if isinstance(found, types.MemberDescriptorType) and found.__objclass__.__flags__ & HEAP:
+            return
+        by_python = is_python_method(found, "__set__")
+        if isinstance(found, property):
+            by_python = not is_c(found.fset)
+        if found is not MISSING and hasattr(type(found), "__set__") and not by_python:
+            self._contents.deep(value, None)
+
     def of_object(self, owner: object, name: str, frame: types.FrameType) -> Sequence[Hook]:
         """Note what stands under a name in an object, and in its class. Return what Python calls for it."""
         kind = type(owner)

@@ -14,7 +14,7 @@ import torch
 
 from .arithmetic import Term
 from .attributes import Attributes, Hook
-from .contents import CONTAINERS, FIXED, VIEWS, Contents, is_python_method
+from .contents import CONTAINERS, FIXED, VIEWS, Contents, Met, is_python_method
 from .functions import (
     draws,
     gives_again,
@@ -27,7 +27,9 @@ from .functions import (
     starts_thread,
 )
 from .notes import Notes
+from .reachable import is_remote
 from .seen import HEAP, MISSING, SIMPLE, elements_of, keys_of, looked_up
+from .takers import hands_on
 
 # These take an object, and read nothing in it.
 _BLIND = frozenset(
@@ -45,8 +47,11 @@ class Calls:
 
     def __init__(self, notes: Notes, contents: Contents, attributes: Attributes) -> None:
         self._notes, self._contents, self._attributes = notes, contents, attributes
-        # What is done with the result of the instruction that a frame is at, by the frame's id.
+        # What is done with the result of the instruction that a frame is at, by the frame's id. A call that
+        # has raised gives `MISSING`.
         self.then: dict[int, Callable[[object], object]] = {}
+        # The ids of frames whose last call was one of a C function, which may look at what Python gives it.
+        self.in_c: set[int] = set()
 
     def follow(self, frame: types.FrameType, term: Term) -> None:
         """Note what a frame's instruction gives, if it follows from floats by this term."""
@@ -54,6 +59,7 @@ class Calls:
 
     def call(self, function: object, arguments: tuple[object, ...], frame: types.FrameType) -> None:
         """Note what a call of a function reads, before it is called."""
+        self.in_c.discard(id(frame))
         term = self._notes.numbers.called(function, arguments)
         if term is not None:
             self.follow(frame, term)
@@ -74,11 +80,7 @@ class Calls:
         self._notes.function(function)
         if isinstance(function, types.FunctionType):
             if not is_traced(function.__code__.co_filename):
-                if gives_again(function, arguments):
-                    self._given(function, arguments, frame)
-                # Nobody sees what this package reads in them.
-                for argument in arguments:
-                    self._contents.deep(argument, None, pins=False)
+                self._untraced(function, arguments, frame)
             return
         if isinstance(function, type):
             self._contents.dunders(function, frame)
@@ -86,8 +88,9 @@ class Calls:
             made = looked_up(function, "__init__")
             if isinstance(made, types.FunctionType) and not is_traced(made.__code__.co_filename):
                 for argument in arguments:
-                    self._contents.deep(argument, None, pins=False)
+                    self._contents.deep(argument, None, met=Met())
             if _is_made_by_c(function) and id(function) not in _BLIND:
+                self._enters_c(function, frame)
                 if not is_trusted(frame.f_code.co_filename):
                     self._got(function, arguments, frame)
                 for argument in arguments:
@@ -95,10 +98,27 @@ class Calls:
             return
         if isinstance(function, functools._lru_cache_wrapper):
             self._contents.cached(function)
+            # It looks for an answer by them.
+            self._contents.deep(arguments, None)
         elif is_c(function) or not is_python_method(function, "__call__"):
             self._c_call(function, arguments, frame)
         else:
             self._contents.dunders(type(function), frame)
+            by = looked_up(type(function), "__call__")
+            if isinstance(by, types.FunctionType) and not is_traced(by.__code__.co_filename):
+                self._untraced(by, arguments, frame)
+
+    def _untraced(
+        self, function: types.FunctionType, arguments: tuple[object, ...], frame: types.FrameType
+    ) -> None:
+        """Note all that a function gets that nobody looks at, as this package's own and `torch.ops`."""
+        met = Met()
+        for argument in arguments:
+            self._contents.deep(argument, None, met=met)
+        if gives_again(function, arguments):
+            self._given(function, arguments, frame)
+        else:
+            self._takes(met, frame)
 
     def hooked(self, hooks: Iterable[Hook], frame: types.FrameType) -> None:
         """Note what functions read that Python calls for an attribute. Frames tell that of those in Python.
@@ -133,11 +153,14 @@ class Calls:
             if function is len and not isinstance(arguments[0], (torch.Tensor, *FIXED)):
                 if not is_python_method(arguments[0], "__len__"):
                     self._contents.length(arguments[0])
+            if function is setattr and len(arguments) == 3:
+                self._attributes.put(arguments[0], str(arguments[1]), arguments[2])
             self._asked(function, arguments, frame)
             return
         if gives_again(function, arguments) and (judged or len(arguments) < 2):
             self._given(function, arguments, frame)
             return
+        self._enters_c(function, frame)
         first = arguments[0] if arguments else None
         if isinstance(first, contextvars.ContextVar) and name == "get":
             # It may raise now, or give what it was offered.
@@ -155,13 +178,32 @@ class Calls:
                 self._got(function, arguments, frame)
             if name in _REDUCING:
                 self._contents.slots(first)
+            met = Met() if of_torch(function) else None
             for argument in arguments:
                 deep = judged and (objects or isinstance(argument, _GETTERS))
-                self._contents.deep(argument, frame, deep, pins=not of_torch(function))
+                self._contents.deep(argument, frame, deep, met)
+            if met is not None:
+                self._takes(met, frame)
         if function is warnings.warn or function is warnings.warn_explicit:
             self._contents.whole(warnings.filters, frame)
         elif (judged and not of_arguments(function)) or starts_thread(function):
             self._unknown(function, frame)
+
+    def _enters_c(self, function: object, frame: types.FrameType) -> None:
+        if not hands_on(function):
+            self.in_c.add(id(frame))
+
+    def _takes(self, met: Met, frame: types.FrameType) -> None:
+        """Note that torch takes floats. With a remote tensor, those that matter are words of a log."""
+        followed = [value for value in met.floats if self._notes.numbers.term(value) is not None]
+        if followed:
+            self.then[id(frame)] = functools.partial(self._took, followed, met.remote and not met.local)
+
+    def _took(self, floats: Sequence[float], in_place: bool, result: object) -> None:
+        """Pin floats that may have gone into a tensor of this process, or have decided something there."""
+        if not _has_remote(result) and not (result is None and in_place):
+            for value in floats:
+                self._notes.numbers.pin(value)
 
     def entered(self, owner: object, frame: types.FrameType) -> None:
         """Note what an object is that a `with` enters. This package's Python reads that of an autocast."""
@@ -249,6 +291,10 @@ def _names_attributes(text: str) -> bool:
         for _, field, spec, _ in string.Formatter().parse(text)
         if field is not None
     )
+
+
+def _has_remote(result: object) -> bool:
+    return is_remote(result) or (isinstance(result, (tuple, list)) and any(map(_has_remote, result)))
 
 
 def _is_made_by_c(kind: type) -> bool:

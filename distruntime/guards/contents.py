@@ -9,6 +9,7 @@ import mmap
 import threading
 import types
 from collections import deque
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from ..log.line import of_a_library
 from .anchors import Anchor
 from .functions import is_c
 from .notes import Notes
-from .reachable import Reachable
+from .reachable import Reachable, is_remote
 from .seen import HEAP, MISSING, PLAIN, SIMPLE, content_of, elements_of, key_of, keys_of, looked_up
 
 CONTAINERS = (dict, list, set, deque)
@@ -47,6 +48,20 @@ _MOST_BYTES = 65536
 _MOST_DEEP = 10_000
 
 
+@dataclass(slots=True)
+class Met:
+    """What was met behind arguments: floats, and tensors of this process or of workers."""
+
+    floats: list[float] = field(default_factory=list)
+    local: bool = False
+    remote: bool = False
+
+    def tensor(self, tensor: torch.Tensor) -> None:
+        """Note which kind of tensor was met."""
+        remote = is_remote(tensor)
+        self.local, self.remote = self.local or not remote, self.remote or remote
+
+
 class Contents:
     """Notes what is in a container, in part or whole."""
 
@@ -58,7 +73,7 @@ class Contents:
     def part(self, owner: object, key: object, frame: types.FrameType) -> None:
         """Note one item of a container."""
         kind = type(owner)
-        self._notes.numbers.pin(key)
+        self.deep(key, None)
         if kind in FIXED:
             return
         if isinstance(owner, types.MappingProxyType):
@@ -131,19 +146,23 @@ class Contents:
             self._notes.note(f"{kind}[{key!r:.40}]", "item", owner, key, value)
 
     def deep(
-        self, thing: object, frame: types.FrameType | None, objects: bool = False, pins: bool = True
+        self, thing: object, frame: types.FrameType | None, objects: bool = False, met: Met | None = None
     ) -> None:
         """Note all that can be reached through containers, and through objects if they count.
 
-        Without a frame, what nobody can see is no reason.
+        Without a frame, what nobody can see is no reason. Floats must be what they were, unless somebody
+        else decides about those that were met.
         """
         if type(thing) in SIMPLE and type(thing) is not float:
             return
         todo, known = [thing], set[int]()
         while todo and len(known) < _MOST_DEEP:
             one = todo.pop()
-            if type(one) is float and pins:
-                self._notes.numbers.pin(one)
+            if type(one) is float:
+                if met is None:
+                    self._notes.numbers.pin(one)
+                else:
+                    met.floats.append(one)
             if type(one) in SIMPLE or id(one) in known:
                 continue
             known.add(id(one))
@@ -151,6 +170,8 @@ class Contents:
                 todo += one
                 continue
             self.whole(one, frame)
+            if isinstance(one, torch.Tensor) and met is not None:
+                met.tensor(one)
             if isinstance(one, CONTAINERS):
                 todo += one.values() if isinstance(one, dict) else one
             elif isinstance(one, _BOUND) or (isinstance(one, types.MethodType) and is_c(one.__func__)):

@@ -39,7 +39,7 @@ _KINDS = {
     "CONTAINS_OP": "contains",
     **dict.fromkeys(("GET_ITER", "GET_YIELD_FROM_ITER"), "iterate"),
     **dict.fromkeys(
-        "UNPACK_SEQUENCE UNPACK_EX LIST_EXTEND SET_UPDATE DICT_UPDATE DICT_MERGE LIST_TO_TUPLE GET_LEN "
+        "UNPACK_SEQUENCE UNPACK_EX LIST_EXTEND DICT_UPDATE DICT_MERGE LIST_TO_TUPLE GET_LEN "
         "MATCH_MAPPING MATCH_SEQUENCE".split(),
         "iterate",
     ),
@@ -50,6 +50,10 @@ _KINDS = {
     **dict.fromkeys(("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"), "text"),
     **dict.fromkeys("SETUP_WITH BEFORE_WITH SETUP_ASYNC_WITH BEFORE_ASYNC_WITH LOAD_SPECIAL".split(), "with"),
     "MATCH_CLASS": "match",
+    **dict.fromkeys(("RETURN_VALUE", "YIELD_VALUE"), "give"),
+    **dict.fromkeys(("STORE_SUBSCR", "STORE_SLICE"), "put"),
+    "STORE_ATTR": "set",
+    **dict.fromkeys(("BUILD_SET", "SET_ADD", "SET_UPDATE", "BUILD_MAP", "MAP_ADD"), "hash"),
     **dict.fromkeys("CALL_FUNCTION CALL_METHOD CALL_FUNCTION_KW CALL_FUNCTION_EX CALL_KW".split(), "call"),
     _CALL: "call",
 }
@@ -80,7 +84,7 @@ def readings(code: CodeType) -> Mapping[int, Reading]:
         if one.opname == "EXTENDED_ARG":
             continue
         kind, name, number, depth = _kind(one), str(one.argval), one.arg or 0, deep.get(one.offset, -1)
-        if kind == "call":
+        if kind in ("call", "hash", "put"):
             name = one.opname
         elif kind == "both":
             name = one.argrepr or one.opname

@@ -45,6 +45,12 @@ def local_of(tensor: object) -> torch.Tensor | None:
     return getattr(tensor, "_local_tensor", None) if isinstance(tensor, torch.Tensor) else None
 
 
+def is_remote(thing: object) -> bool:
+    """Whether something is a tensor of workers."""
+    kinds = (DistributedTensor, UnevenTensor)
+    return isinstance(thing, kinds) or isinstance(local_of(thing), kinds)
+
+
 def _seen(path: str, form: str, owner: object, key: object, value: object) -> Seen:
     owner, value = (anchored(x) if isinstance(x, DistributedTensor) else x for x in (owner, value))
     return Seen(path, form, owner, key, value)
@@ -159,9 +165,7 @@ class Reachable:
             self._note(f"{path}._shards", "attribute", thing, "_shards", thing._shards)
             if isinstance(thing._base, DistributedTensor):
                 self._tensor(f"{path}._base", thing._base)
-        elif isinstance(thing, torch.Tensor) and isinstance(
-            local_of(thing), (DistributedTensor, UnevenTensor)
-        ):
+        elif isinstance(thing, torch.Tensor) and is_remote(thing):
             self._dtensor(path, thing)
         elif isinstance(thing, torch.Tensor):
             # It is a local one.

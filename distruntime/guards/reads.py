@@ -19,10 +19,12 @@ from . import operands
 from .arithmetic import Arithmetic, operator_of
 from .attributes import Attributes, Brought
 from .calls import Calls
-from .contents import CONTAINERS, FIXED, Contents
+from .contents import CONTAINERS, FIXED, Contents, Met, is_python_method
 from .instructions import Reading
 from .notes import Notes
-from .seen import MISSING
+from .reachable import is_remote
+from .seen import MISSING, SIMPLE
+from .takers import stays
 
 
 class Reads:
@@ -40,6 +42,8 @@ class Reads:
 
     def settle(self, made: Set[int]) -> list[str]:
         """Let go of what only a call that runs needs; see `Notes.settle`."""
+        for then in self._calls.then.values():
+            then(MISSING)
         self._calls.then.clear()
         return self.notes.settle(made)
 
@@ -51,13 +55,9 @@ class Reads:
         if recorded.aside:
             return
         try:
-            # A call that has raised has given nothing.
-            if (
-                self._calls.then
-                and (then := self._calls.then.pop(id(frame), None)) is not None
-                and one.behind
-            ):
-                then(operands.operand(frame, one.depth))
+            if self._calls.then and (then := self._calls.then.pop(id(frame), None)) is not None:
+                # A call that has raised has given nothing.
+                then(operands.operand(frame, one.depth) if one.behind else MISSING)
             if one.kind:
                 _STEPS[one.kind](self, frame, one)
         except Exception as error:
@@ -143,7 +143,9 @@ class Reads:
         if isinstance(owner, (dict, types.MappingProxyType)):
             self._contents.part(owner, item, frame)
         else:
-            self._contents.whole(owner, frame)
+            # C code compares the item with all of them.
+            self._contents.deep(item, frame)
+            self._contents.deep(owner, frame)
 
     def _iterate(self, frame: types.FrameType, one: Reading) -> None:
         self._contents.whole(operands.operand(frame, one.depth), frame)
@@ -156,10 +158,8 @@ class Reads:
             return
         for value in (left, right):
             self._decimal(value)
-            # An operator of a tensor takes a number with it, in a word of its own.
-            self._contents.deep(
-                value, frame, pins=not isinstance(left, torch.Tensor) and not isinstance(right, torch.Tensor)
-            )
+            # An operator of a remote tensor takes a number with it, in a word of its own.
+            self._contents.deep(value, frame, met=Met() if is_remote(left) or is_remote(right) else None)
 
     def _decimal(self, value: object) -> None:
         if isinstance(value, decimal.Decimal):
@@ -191,6 +191,32 @@ class Reads:
         elif type(value) not in FIXED:
             self._contents.whole(value, frame)
 
+    def _give(self, frame: types.FrameType, one: Reading) -> None:
+        value = operands.operand(frame, one.depth)
+        if type(value) in SIMPLE and type(value) is not float:
+            return
+        if not isinstance(value, torch.Tensor) and not stays(frame, self.base, self._calls.in_c):
+            self._contents.deep(value, None)
+
+    def _put(self, frame: types.FrameType, one: Reading) -> None:
+        # A slice has two numbers, where a key is one thing.
+        above = 2 if one.name == "STORE_SLICE" else 1
+        key, owner, value = (operands.operand(frame, one.depth, below) for below in (0, above, above + 1))
+        if isinstance(owner, dict):
+            self._contents.deep(key, None)
+        elif not isinstance(owner, CONTAINERS) and not is_remote(owner):
+            if not is_python_method(owner, "__setitem__"):
+                self._contents.deep(value, None)
+
+    def _set(self, frame: types.FrameType, one: Reading) -> None:
+        owner, value = operands.operand(frame, one.depth), operands.operand(frame, one.depth, 1)
+        self._attributes.put(owner, one.name, value)
+
+    def _hash(self, frame: types.FrameType, one: Reading) -> None:
+        at = {"BUILD_SET": range(one.number), "BUILD_MAP": range(1, 2 * one.number, 2), "MAP_ADD": (1,)}
+        for below in at.get(one.name, (0,)):
+            self._contents.deep(operands.operand(frame, one.depth, below), None)
+
     def _call(self, frame: types.FrameType, one: Reading) -> None:
         function, arguments = operands.called(frame, one.depth, one.name, one.number)
         if one.name == "CALL_FUNCTION_EX":
@@ -220,5 +246,9 @@ _STEPS: Mapping[str, Callable[[Reads, types.FrameType, Reading], None]] = {
     "text": Reads._text,
     "with": Reads._with,
     "match": Reads._match,
+    "give": Reads._give,
+    "put": Reads._put,
+    "set": Reads._set,
+    "hash": Reads._hash,
     "call": Reads._call,
 }

@@ -251,14 +251,21 @@ def numbers_of(
     decisions: Mapping[Term, object],
     reads: Mapping[Key, Seen],
     steps: Mapping[int, torch.Tensor],
-) -> Callable[[Sequence[object]], list[float] | None]:
+) -> Callable[[Sequence[object]], list[float] | None] | None:
     """Return what computes these numbers at a call from its arguments.
 
     It gives None where terms of one number disagree, where something is decided in another way, or where what
-    stands there is no float any more.
+    stands there is no float any more. Return None if there is nothing to compute or to decide.
     """
     free = leaves_of(term for number in numbers for term in number.terms)
-    decided = [(term, value) for term, value in decisions.items() if not free.isdisjoint(leaves_of([term]))]
+    # No guard looks at steps.
+    decided = [
+        (term, value)
+        for term, value in decisions.items()
+        if any(leaf in free or leaf[0] == "step" for leaf in leaves_of([term]))
+    ]
+    if not numbers and not decided:
+        return None
     # Nothing else that was read is held.
     used = free | leaves_of(term for term, _ in decided)
     reads = {leaf[1]: reads[leaf[1]] for leaf in used if leaf[0] == "read"}  # type: ignore[index, misc]

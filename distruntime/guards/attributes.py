@@ -25,6 +25,8 @@ _GENERIC = frozenset(
 _DATA = (types.GetSetDescriptorType, types.MemberDescriptorType)
 # Each tensor has these in its dictionary.
 _OWN = ("_handle", "_local_tensor", "_spec")
+# These give the values of a tensor.
+_ALIASES = ("data", "T", "mT", "H", "mH", "real", "imag", "__array_interface__")
 # What two tensors may differ in that are alike in metadata, autograd's facts and attributes.
 _DIFFERENT = frozenset(
     "_version grad_fn _base _is_view is_inference output_nr retains_grad _backward_hooks "
@@ -125,6 +127,8 @@ class Attributes:
             hidden = there is not MISSING and not isinstance(there, PLAIN) and name not in _OWN
             if hidden or name in _DIFFERENT or (name == "grad" and not wants):
                 self._notes.unseen(f"it reads {name} of an argument", frame, owner)
+        elif name in _ALIASES:
+            self._notes.asks_step(owner, frame)
         elif name == "_version":
             self._notes.unseen("it reads how often a tensor was written", frame, owner)
         elif looked_up(type(owner), name) is MISSING:

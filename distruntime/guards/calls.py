@@ -16,11 +16,13 @@ from .arithmetic import Term
 from .attributes import Attributes, Hook
 from .contents import CONTAINERS, FIXED, VIEWS, Contents, Met, is_python_method
 from .functions import (
+    adds,
     draws,
     gives_again,
     is_c,
     is_traced,
     is_trusted,
+    leaves_values,
     name_of,
     of_arguments,
     of_torch,
@@ -87,14 +89,9 @@ class Calls:
             self._asked(function, arguments, frame)
             made = looked_up(function, "__init__")
             if isinstance(made, types.FunctionType) and not is_traced(made.__code__.co_filename):
-                for argument in arguments:
-                    self._contents.deep(argument, None, met=Met())
+                self._contents.gather(arguments, None, Met())
             if _is_made_by_c(function) and id(function) not in _BLIND:
-                self._enters_c(function, frame)
-                if not is_trusted(frame.f_code.co_filename):
-                    self._got(function, arguments, frame)
-                for argument in arguments:
-                    self._contents.deep(argument, frame)
+                self._made(function, arguments, frame)
             return
         if isinstance(function, functools._lru_cache_wrapper):
             self._contents.cached(function)
@@ -108,13 +105,26 @@ class Calls:
             if isinstance(by, types.FunctionType) and not is_traced(by.__code__.co_filename):
                 self._untraced(by, arguments, frame)
 
+    def _made(self, kind: type, arguments: tuple[object, ...], frame: types.FrameType) -> None:
+        """Note what C code reads that makes an object of a class."""
+        self._enters_c(kind, frame)
+        if not is_trusted(frame.f_code.co_filename):
+            self._got(kind, arguments, frame)
+        met = Met()
+        self._contents.gather(arguments, frame, met)
+        counts = hands_on(kind) or kind is dict
+        if kind is float and met.steps:
+            self.then[id(frame)] = functools.partial(self._notes.numbers.item, met.steps[0])
+            counts = True
+        self._contents.resolve(met, frame, counts=counts)
+
     def _untraced(
         self, function: types.FunctionType, arguments: tuple[object, ...], frame: types.FrameType
     ) -> None:
         """Note all that a function gets that nobody looks at, as this package's own and `torch.ops`."""
         met = Met()
-        for argument in arguments:
-            self._contents.deep(argument, None, met=met)
+        self._contents.gather(arguments, None, met)
+        self._contents.resolve(met, frame, follows=True)
         if gives_again(function, arguments):
             self._given(function, arguments, frame)
         else:
@@ -178,11 +188,17 @@ class Calls:
                 self._got(function, arguments, frame)
             if name in _REDUCING:
                 self._contents.slots(first)
-            met = Met() if of_torch(function) else None
+            met = Met()
             for argument in arguments:
                 deep = judged and (objects or isinstance(argument, _GETTERS))
-                self._contents.deep(argument, frame, deep, met)
-            if met is not None:
+                self._contents.gather(argument, frame, met, deep)
+            if adds(function):
+                # What is added, and how much there is then, is followed.
+                met.steps.clear()
+                self._contents.gather(arguments[1:], frame, met)
+            counts = hands_on(function) or leaves_values(function)
+            self._contents.resolve(met, frame, of_torch(function), counts)
+            if of_torch(function):
                 self._takes(met, frame)
         if function is warnings.warn or function is warnings.warn_explicit:
             self._contents.whole(warnings.filters, frame)

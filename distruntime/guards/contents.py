@@ -50,16 +50,12 @@ _MOST_DEEP = 10_000
 
 @dataclass(slots=True)
 class Met:
-    """What was met behind arguments: floats, and tensors of this process or of workers."""
+    """What was met behind arguments: floats, tensors of this process or of workers, and counted steps."""
 
     floats: list[float] = field(default_factory=list)
+    steps: list[torch.Tensor] = field(default_factory=list)
     local: bool = False
     remote: bool = False
-
-    def tensor(self, tensor: torch.Tensor) -> None:
-        """Note which kind of tensor was met."""
-        remote = is_remote(tensor)
-        self.local, self.remote = self.local or not remote, self.remote or remote
 
 
 class Contents:
@@ -112,7 +108,10 @@ class Contents:
             self._items(owner)
         elif isinstance(owner, VIEWS):
             self.whole(gc.get_referents(owner)[0], frame)
-        elif isinstance(owner, (torch.Tensor, *BUFFERS)) or kind.__module__ == "array":
+        elif isinstance(owner, torch.Tensor):
+            self._notes.asks_step(owner, frame)
+            self.buffer(owner, frame)
+        elif isinstance(owner, BUFFERS) or kind.__module__ == "array":
             self.buffer(owner, frame)
         elif frame is None or isinstance(owner, (types.GeneratorType, types.CoroutineType)):
             return
@@ -145,42 +144,56 @@ class Contents:
         for key, value in zip(keys if isinstance(owner, dict) else range(len(values)), values):
             self._notes.note(f"{kind}[{key!r:.40}]", "item", owner, key, value)
 
-    def deep(
-        self, thing: object, frame: types.FrameType | None, objects: bool = False, met: Met | None = None
+    def deep(self, thing: object, frame: types.FrameType | None) -> None:
+        """Note all that can be reached through containers.
+
+        Without a frame, what nobody can see is no reason. Floats must be what they were, and what counts an
+        optimizer's steps decides something.
+        """
+        if type(thing) not in SIMPLE or type(thing) is float:
+            met = Met()
+            self.gather(thing, frame, met)
+            self.resolve(met, frame)
+
+    def resolve(
+        self, met: Met, frame: types.FrameType | None, follows: bool = False, counts: bool = False
     ) -> None:
+        """Let what was met decide something, but floats that are followed, or steps that are only counted."""
+        for value in () if follows else met.floats:
+            self._notes.numbers.pin(value)
+        for step in () if counts else met.steps:
+            self._notes.asks_step(step, frame)
+
+    def gather(self, thing: object, frame: types.FrameType | None, met: Met, objects: bool = False) -> None:
         """Note all that can be reached through containers, and through objects if they count.
 
-        Without a frame, what nobody can see is no reason. Floats must be what they were, unless somebody
-        else decides about those that were met.
+        What was met there is to be resolved.
         """
-        if type(thing) in SIMPLE and type(thing) is not float:
-            return
         todo, known = [thing], set[int]()
         while todo and len(known) < _MOST_DEEP:
             one = todo.pop()
             if type(one) is float:
-                if met is None:
-                    self._notes.numbers.pin(one)
-                else:
-                    met.floats.append(one)
+                met.floats.append(one)
             if type(one) in SIMPLE or id(one) in known:
                 continue
             known.add(id(one))
             if isinstance(one, (tuple, frozenset)):
                 todo += one
                 continue
+            if isinstance(one, torch.Tensor):
+                self._met_tensor(one, frame, met)
+                continue
             self.whole(one, frame)
-            if isinstance(one, torch.Tensor) and met is not None:
-                met.tensor(one)
             if isinstance(one, CONTAINERS):
-                todo += one.values() if isinstance(one, dict) else one
+                todo += elements_of(one)
             elif isinstance(one, _BOUND) or (isinstance(one, types.MethodType) and is_c(one.__func__)):
+                # C code that is called by C code reads what it belongs to: `map(table.get, names)`.
                 todo.append(one.__self__)
             elif isinstance(one, functools.partial):
                 todo += (one.func, one.args, one.keywords)
             elif isinstance(one, functools._lru_cache_wrapper):
                 self.cached(one)
-            elif objects and not isinstance(one, (torch.Tensor, torch.nn.Module, *_CODE)):
+            elif objects and not isinstance(one, (torch.nn.Module, *_CODE)):
                 space = getattr(one, "__dict__", None)
                 todo += [] if space is None else [space]
                 todo += self.slots(one)
@@ -212,6 +225,15 @@ class Contents:
             for one in Reachable([(function.__name__, function.__wrapped__)]).seen:
                 if not isinstance(one.holder, Anchor) and not isinstance(one.held, Anchor):
                     self._notes.found.setdefault(key_of(one), one)
+
+    def _met_tensor(self, tensor: torch.Tensor, frame: types.FrameType | None, met: Met) -> None:
+        self.buffer(tensor, frame)
+        if id(tensor) in self._notes.numbers.steps:
+            met.steps.append(tensor)
+        if is_remote(tensor):
+            met.remote = True
+        else:
+            met.local = True
 
     def slots(self, owner: object) -> list[object]:
         """Note what stands in an object's slots, and return that."""

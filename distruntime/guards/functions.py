@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import os
 import types
@@ -72,6 +73,36 @@ def of_arguments(function: object) -> bool:
 def of_torch(function: object) -> bool:
     """Whether a function is torch's: a number that it takes is a word of an instruction, if it matters."""
     return _module(function).startswith("torch")
+
+
+def adds(function: object) -> bool:
+    """Whether a function of torch adds something to its first argument."""
+    return of_torch(function) and getattr(function, "__name__", "") in ("add_", "__iadd__", "_foreach_add_")
+
+
+def class_of_method(function: object) -> type:
+    """Return the class whose method a C function is. Python calls some with their object as an argument."""
+    found: type = getattr(function, "__objclass__", type(getattr(function, "__self__", None)))
+    return found
+
+
+def leaves_values(function: object) -> bool:
+    """Whether a function looks at no value of the tensors that it gets, but where that is followed."""
+    name = getattr(function, "__name__", "")
+    if of_torch(function):
+        return name in _LEAVING
+    return issubclass(class_of_method(function), _CONTAINERS) and name not in _COMPARING
+
+
+_CONTAINERS = (list, dict, set, collections.deque)
+_COMPARING = frozenset(
+    "sort index count remove __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __contains__".split()
+)
+_LEAVING = frozenset(
+    "item _group_tensors_by_device_and_dtype dim numel nelement size stride "
+    "is_floating_point is_complex is_contiguous element_size data_ptr get_device storage_offset is_inference "
+    "is_same_size ndimension __hash__ requires_grad_".split()
+)
 
 
 def gives_again(function: object, arguments: tuple[object, ...]) -> bool:

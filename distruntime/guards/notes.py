@@ -29,6 +29,8 @@ class Notes:
         self.reasons: dict[str, object] = {}
         # The ids of objects that the call has made, once it is over.
         self.made: Set[int] = frozenset()
+        # What counts an optimizer's steps and decides something, by id, with the line at which it does.
+        self.asked: dict[int, str] = {}
 
     def note(self, path: str, form: str, owner: object, key: object, value: object) -> None:
         """Note that something was read, and what it was."""
@@ -60,6 +62,15 @@ class Notes:
         text = f"{what}\n  at {line_text(own_line(line_from(frame)))}"
         self.reasons.setdefault(text, owner)
         return text
+
+    def asks_step(self, tensor: torch.Tensor, frame: types.FrameType | None) -> None:
+        """Note that what a tensor holds decides something, if it counts an optimizer's steps."""
+        if id(tensor) in self.numbers.steps and id(tensor) not in self.asked:
+            line = line_text(own_line(line_from(frame)))
+            self.asked[id(tensor)] = (
+                "it decides something by the number of an optimizer's steps, and each call counts one. "
+                f"Compute with step.item(), or keep the number outside\n  at {line}"
+            )
 
     def unseen(self, what: str, frame: types.FrameType, owner: object) -> None:
         # torch's own Python depends on nothing else.

@@ -156,10 +156,13 @@ class Reads:
         if term is not None:
             self._calls.follow(frame, term)
             return
+        met = Met()
         for value in (left, right):
             self._decimal(value)
-            # An operator of a remote tensor takes a number with it, in a word of its own.
-            self._contents.deep(value, frame, met=Met() if is_remote(left) or is_remote(right) else None)
+            self._contents.gather(value, frame, met)
+        # An operator of a remote tensor takes a number with it, in a word of its own.
+        counts = one.name in ("+=", "INPLACE_ADD") and type(right) in (int, float)
+        self._contents.resolve(met, frame, met.remote, counts)
 
     def _decimal(self, value: object) -> None:
         if isinstance(value, decimal.Decimal):
@@ -204,9 +207,10 @@ class Reads:
         key, owner, value = (operands.operand(frame, one.depth, below) for below in (0, above, above + 1))
         if isinstance(owner, dict):
             self._contents.deep(key, None)
-        elif not isinstance(owner, CONTAINERS) and not is_remote(owner):
-            if not is_python_method(owner, "__setitem__"):
-                self._contents.deep(value, None)
+        elif not isinstance(owner, CONTAINERS) and not is_python_method(owner, "__setitem__"):
+            met = Met()
+            self._contents.gather(value, None, met)
+            self._contents.resolve(met, frame, follows=is_remote(owner))
 
     def _set(self, frame: types.FrameType, one: Reading) -> None:
         owner, value = operands.operand(frame, one.depth), operands.operand(frame, one.depth, 1)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 from . import operands
 from .codes import once
-from .functions import is_traced
+from .functions import class_of_method, is_traced
 from .seen import looked_up
 
 # These C functions hand on what they get from Python, and look at nothing in it.
@@ -26,7 +26,7 @@ _GIVING = frozenset(
 
 def hands_on(function: object) -> bool:
     """Whether a C function gives what Python has given it, as it is."""
-    return id(function) in _HANDING_ON or isinstance(getattr(function, "__self__", None), types.GeneratorType)
+    return id(function) in _HANDING_ON or class_of_method(function) is types.GeneratorType
 
 
 @once

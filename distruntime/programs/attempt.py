@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -151,9 +151,10 @@ class Attempt:
         try:
             self._require_plain()
             recording = record(self._tapes, self._notes, self._names, first, self._current)
-            recording.unfit = self.unfit or self._another_graph() or recording.unfit
-            changed = self.reads.notes.renew()
             steps = {key: tensor for key, (tensor, was) in self._counted.items() if tensor.item() == was + 1}
+            self.unfit = self.unfit or self._asks_steps(steps) or self._another_graph()
+            recording.unfit = self.unfit or recording.unfit
+            changed = self.reads.notes.renew()
             after = self.after = Reachable(self._roots)
             if not first:
                 require_unchanged(self.before, after, steps)
@@ -203,6 +204,11 @@ class Attempt:
                     f"leave a gradient in argument {k}, as a replay's argument is another tensor",
                     "return torch.autograd.grad(loss, x), or let the function name the parameter itself",
                 )
+
+    def _asks_steps(self, steps: Mapping[int, torch.Tensor]) -> str:
+        """Say what it decides by the number of an optimizer's steps that nobody can follow."""
+        found = next((text for key, text in self.reads.notes.asked.items() if key in steps), "")
+        return f"each call is recorded, since {found}" if found else ""
 
     def _another_graph(self) -> str:
         """Say what has got another graph by a write in place, which no replay would give it."""

@@ -107,7 +107,7 @@ class Plan:
         self.carried = Carried(after, renewed, attempt.kinds)
         self._words = [number.words for number in numbers]
         decisions = {**run.decisions, **unmoved(recording.floats, numbers, run.terms)}
-        self._numbers = numbers_of(numbers, decisions, reads, run.steps) if numbers else None
+        self._numbers = numbers_of(numbers, decisions, reads, run.steps)
         self._steps = list(run.steps.values())
         # What it changes counts as written by this process's autograd too.
         self._changed = list(dict.fromkeys(map(anchored, (*attempt.changed, *renewed))))

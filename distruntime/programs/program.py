@@ -197,7 +197,6 @@ class Program(Generic[P, R]):
         handlers.begin()
         attempt = Attempt(self._name, self._fn, args, kwargs, leaves, self._kinds.names)
         found = attempt.call(first, lenient, handlers)
-        self.why = attempt.unfit or self.why
         try:
             attempt.look_behind(first)
         except NotSupportedError as error:
@@ -209,6 +208,7 @@ class Program(Generic[P, R]):
             self.why = f"it was recorded while {beside}, and {str(error).splitlines()[0]}"
             self._kinds.note(anew.signature, False, self.why)
             return self._as_returned(found)
+        self.why = attempt.unfit or self.why
         plan = self._compared(anew, attempt, why)
         given, run = attempt.given, attempt.run
         run.recording.settle()

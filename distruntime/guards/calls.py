@@ -28,7 +28,8 @@ from .functions import (
     of_torch,
     starts_thread,
 )
-from .notes import Notes
+from .generators import GENERATORS
+from .notes import DRAW_OUTSIDE, DRAWS, Notes
 from .reachable import is_remote
 from .seen import HEAP, MISSING, SIMPLE, elements_of, keys_of, looked_up
 from .takers import hands_on
@@ -76,7 +77,7 @@ class Calls:
             self._contents.deep(partial.keywords, frame)
             function, arguments = partial.func, (*partial.args, *arguments)
         if isinstance(function, types.MethodType):
-            if is_c(function.__func__):
+            if not isinstance(function.__func__, types.FunctionType):
                 arguments = (function.__self__, *arguments)
             function = function.__func__
         self._notes.function(function)
@@ -108,6 +109,8 @@ class Calls:
     def _made(self, kind: type, arguments: tuple[object, ...], frame: types.FrameType) -> None:
         """Note what C code reads that makes an object of a class."""
         self._enters_c(kind, frame)
+        if draws(kind) and all(one is None for one in arguments):
+            self._draws(kind, arguments, frame)
         if not is_trusted(frame.f_code.co_filename):
             self._got(kind, arguments, frame)
         met = Met()
@@ -202,6 +205,8 @@ class Calls:
                 self._takes(met, frame)
         if function is warnings.warn or function is warnings.warn_explicit:
             self._contents.whole(warnings.filters, frame)
+        elif draws(function) or (judged and any(type(one) is torch._C.Generator for one in arguments)):
+            self._draws(function, arguments, frame)
         elif (judged and not of_arguments(function)) or starts_thread(function):
             self._unknown(function, frame)
 
@@ -266,14 +271,22 @@ class Calls:
 
     def _unknown(self, function: object, frame: types.FrameType) -> None:
         """Note that a function gives what nobody knows, unless it gives nothing."""
-        does = "draws random numbers in this process, by" if draws(function) else "calls"
         text = self._notes.reason(
-            f"it {does} {name_of(function)}(), which is not known to give what its arguments decide. Call it "
+            f"it calls {name_of(function)}(), which is not known to give what its arguments decide. Call it "
             "outside, and pass what it gives as an argument",
             frame,
             None,
         )
         self.then[id(frame)] = lambda gave: self._notes.reasons.pop(text, None) if gave is None else None
+
+    def _draws(self, function: object, arguments: tuple[object, ...], frame: types.FrameType) -> None:
+        """Note that something is asked of a generator of random numbers. The call's own has got a seed."""
+        owner = next((one for one in arguments if isinstance(one, GENERATORS)), None)
+        # Without a seed, the system gives one.
+        fresh = getattr(function, "__name__", "") == "seed" or isinstance(function, type)
+        if fresh and all(one is None or one is owner for one in arguments):
+            owner = None
+        self._notes.reason(f"{DRAWS} {name_of(function)}(). {DRAW_OUTSIDE}", frame, owner)
 
     def _asked(self, function: object, arguments: Sequence[object], frame: types.FrameType) -> None:
         """Note what an object's class is, and what an abstract one says of it: another may be registered."""

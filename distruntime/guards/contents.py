@@ -16,7 +16,7 @@ import torch
 
 from ..log.line import of_a_library
 from .anchors import Anchor
-from .functions import is_c
+from .generators import GENERATORS
 from .notes import Notes
 from .reachable import Reachable, is_remote
 from .seen import HEAP, MISSING, PLAIN, SIMPLE, content_of, elements_of, key_of, keys_of, looked_up
@@ -113,6 +113,8 @@ class Contents:
             self.buffer(owner, frame)
         elif isinstance(owner, BUFFERS) or kind.__module__ == "array":
             self.buffer(owner, frame)
+        elif isinstance(owner, GENERATORS):
+            self._notes.generator(owner, frame)
         elif frame is None or isinstance(owner, (types.GeneratorType, types.CoroutineType)):
             return
         elif hasattr(kind, "__next__") and not isinstance(kind.__next__, types.FunctionType):
@@ -186,7 +188,9 @@ class Contents:
             self.whole(one, frame)
             if isinstance(one, CONTAINERS):
                 todo += elements_of(one)
-            elif isinstance(one, _BOUND) or (isinstance(one, types.MethodType) and is_c(one.__func__)):
+            elif isinstance(one, _BOUND) or (
+                isinstance(one, types.MethodType) and not isinstance(one.__func__, types.FunctionType)
+            ):
                 # C code that is called by C code reads what it belongs to: `map(table.get, names)`.
                 todo.append(one.__self__)
             elif isinstance(one, functools.partial):

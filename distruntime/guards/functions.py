@@ -10,8 +10,8 @@ import weakref
 
 import torch
 
-# Functions of these modules and methods of their types are functions of their arguments. Draws of random
-# numbers in this process are found by the states of its generators.
+# Functions of these modules and methods of their types are functions of their arguments, but those that draw
+# random numbers.
 _MODULES = frozenset(
     "builtins math cmath operator itertools functools collections _struct struct bisect heapq statistics "
     "unicodedata zlib binascii json _json pickle copyreg abc _abc typing re _sre _string string torch numpy "
@@ -133,7 +133,8 @@ def starts_thread(function: object) -> bool:
 
 def draws(function: object) -> bool:
     """Whether a function belongs to a generator of random numbers of this process."""
-    return _module(function).startswith(("random", "_random", "numpy.random"))
+    module = _module(function)
+    return module in ("random", "_random") or module.startswith("numpy.random")
 
 
 @functools.lru_cache(maxsize=16384)

@@ -6,15 +6,21 @@ import functools
 import sys
 import types
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 
 import torch
 
 from ..log.line import line_from, line_text, of_a_library, own_line
 from .arithmetic import Arithmetic
 from .functions import is_traced, is_trusted
+from .generators import state_of
 from .seen import HEAP, LISTED, MISSING, SIMPLE, TENSOR, Key, Seen, key_of, looked_up, same
 
+DRAWS = "it draws random numbers in this process, by"
+DRAW_OUTSIDE = (
+    "Draw on the worker, torch.rand(..., device=x.device), or draw before, and pass the numbers as "
+    "an argument"
+)
 _HOLDERS = (types.FunctionType, types.MethodType, staticmethod, classmethod, functools.partial, property)
 
 
@@ -31,6 +37,9 @@ class Notes:
         self.made: Set[int] = frozenset()
         # What counts an optimizer's steps and decides something, by id, with the line at which it does.
         self.asked: dict[int, str] = {}
+        # Each generator of random numbers that C code has got, by id, with what gives its state, the state
+        # that it was in, and the line.
+        self._generators: dict[int, tuple[object, Callable[[], object], object, str]] = {}
 
     def note(self, path: str, form: str, owner: object, key: object, value: object) -> None:
         """Note that something was read, and what it was."""
@@ -72,6 +81,20 @@ class Notes:
                 f"Compute with step.item(), or keep the number outside\n  at {line}"
             )
 
+    def generator(self, owner: object, frame: types.FrameType | None) -> None:
+        """Note that C code has got a generator of random numbers, and may draw from it."""
+        state = None if id(owner) in self._generators else state_of(owner)
+        if state is not None:
+            line = line_text(own_line(line_from(frame)))
+            self._generators[id(owner)] = owner, state, state(), line
+
+    def _note_draws(self) -> None:
+        """Note the generators that were drawn from."""
+        for owner, state, before, line in self._generators.values():
+            if state() != before:
+                self.reasons[f"{DRAWS} a {type(owner).__name__}. {DRAW_OUTSIDE}\n  at {line}"] = owner
+        self._generators.clear()
+
     def unseen(self, what: str, frame: types.FrameType, owner: object) -> None:
         # torch's own Python depends on nothing else.
         if is_trusted(frame.f_code.co_filename):
@@ -105,6 +128,7 @@ class Notes:
         """
         self.numbers.settle()
         self.made = made
+        self._note_draws()
         self.found = {key: one for key, one in self.found.items() if not _of_made(one, made)}
         self.reasons = {text: owner for text, owner in self.reasons.items() if id(owner) not in made}
         # How often notes and reasons hold each thing, by its id.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dis
 import functools
 import logging
-import random
 import threading
 import types
 from collections import deque
@@ -23,6 +22,7 @@ from ..tensors.tensor import DistributedTensor
 from ..tensors.uneven import UnevenTensor
 from .anchors import anchored
 from .codes import once
+from .generators import state_of
 from .own_code import PACKAGE
 from .seen import PLAIN, Seen
 
@@ -185,13 +185,8 @@ class Reachable:
             self._list(path, thing)
         elif isinstance(thing, (set, frozenset)):
             self.seen.append(Seen(path, "length", thing, None, len(thing)))
-        elif isinstance(thing, random.Random):
-            self.generators.append((path, thing.getstate))
-        elif isinstance(thing, np.random.Generator):
-            self.generators.append((path, lambda: str(thing.bit_generator.state)))
-        elif isinstance(thing, torch.Generator):
-            if type(thing) is torch._C.Generator:
-                self.generators.append((path, lambda: bytes(thing.get_state().numpy())))
+        elif (state := state_of(thing)) is not None:
+            self.generators.append((path, state))
         elif isinstance(thing, type):
             self._class(path, thing)
         else:

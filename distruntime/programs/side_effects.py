@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ..guards.functions import is_traced
+from ..guards.generators import comparable
 from ..log.handle import Handle
 from ..log.line import of_a_library
 from ..log.tape import recorded
@@ -75,13 +76,6 @@ def _capturing(own: Callable[[], bool]) -> Callable[[], bool]:
     return is_current_stream_capturing
 
 
-def _comparable(state: object) -> object:
-    """Return what equals another one where the states are equal. A text of it takes 12 ms, and this 6 us."""
-    if isinstance(state, dict):
-        return {name: _comparable(part) for name, part in state.items()}
-    return state.tobytes() if isinstance(state, np.ndarray) else state
-
-
 class LocalDraws:
     """The states of this process's generators of random numbers, as they were."""
 
@@ -90,7 +84,7 @@ class LocalDraws:
         common: list[tuple[str, Callable[[], object]]] = [
             ("random", random.getstate),
             ("torch (of this process)", lambda: bytes(torch.get_rng_state().numpy())),
-            ("numpy.random", lambda: _comparable(np.random.get_state(legacy=False))),
+            ("numpy.random", lambda: comparable(np.random.get_state(legacy=False))),
         ]
         for name, state in (*common, *others):
             self._states.append((name, state, state()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextvars
 import functools
 import operator
@@ -20,6 +21,7 @@ from .functions import (
     draws,
     gives_again,
     is_c,
+    is_foreign,
     is_traced,
     is_trusted,
     leaves_values,
@@ -43,6 +45,8 @@ _PICKLING = ("_pickle", "_json", "copyreg", "json", "pickle")
 # These methods of objects give what stands in their slots. Who reads their dictionaries is seen.
 _REDUCING = ("__reduce_ex__", "__reduce__", "__getstate__")
 _FORMATS = ("format", "format_map")
+# C code of these classes calls functions that it gets.
+_CALLING = (map, filter, collections.defaultdict)
 
 
 class Calls:
@@ -112,6 +116,8 @@ class Calls:
         if draws(kind) and all(one is None for one in arguments):
             self._draws(kind, arguments, frame)
         if not is_trusted(frame.f_code.co_filename):
+            if kind in _CALLING or kind.__module__ == "itertools":
+                self._handed(arguments, frame)
             self._got(kind, arguments, frame)
         met = Met()
         self._contents.gather(arguments, frame, met)
@@ -174,6 +180,8 @@ class Calls:
             self._given(function, arguments, frame)
             return
         self._enters_c(function, frame)
+        if judged and not leaves_values(function):
+            self._handed(arguments, frame)
         first = arguments[0] if arguments else None
         if isinstance(first, contextvars.ContextVar) and name == "get":
             # It may raise now, or give what it was offered.
@@ -226,6 +234,13 @@ class Calls:
             for value in floats:
                 self._notes.numbers.pin(value)
 
+    def _handed(self, arguments: tuple[object, ...], frame: types.FrameType) -> None:
+        """Note functions that C code may call: `map(os.stat, paths)`."""
+        for one in arguments:
+            if (is_c(one) or is_foreign(one)) and not of_arguments(one) and not draws(one):
+                what = f"C code may call {name_of(one)}()"
+                self._notes.unseen(f"{what}, which does not depend on its arguments alone", frame, None)
+
     def entered(self, owner: object, frame: types.FrameType) -> None:
         """Note what an object is that a `with` enters. This package's Python reads that of an autocast."""
         self._contents.dunders(type(owner), frame)
@@ -277,7 +292,9 @@ class Calls:
             frame,
             None,
         )
-        self.then[id(frame)] = lambda gave: self._notes.reasons.pop(text, None) if gave is None else None
+        # A foreign function may write into what it gets.
+        if not is_foreign(function):
+            self.then[id(frame)] = lambda gave: self._notes.reasons.pop(text, None) if gave is None else None
 
     def _draws(self, function: object, arguments: tuple[object, ...], frame: types.FrameType) -> None:
         """Note that something is asked of a generator of random numbers. The call's own has got a seed."""

@@ -7,6 +7,7 @@ import functools
 import os
 import types
 import weakref
+from _ctypes import CFuncPtr
 
 import torch
 
@@ -42,6 +43,11 @@ def is_c(function: object) -> bool:
     return isinstance(function, _METHODS)
 
 
+def is_foreign(function: object) -> bool:
+    """Whether a function is one of a library that `ctypes` has loaded."""
+    return isinstance(function, CFuncPtr)
+
+
 def name_of(function: object) -> str:
     """Return what a user calls a function: "time.time"."""
     module = _module(function)
@@ -67,6 +73,8 @@ def _module(function: object) -> str:
 def of_arguments(function: object) -> bool:
     """Whether a function gives what its arguments decide, and nothing else."""
     name = getattr(function, "__name__", "")
+    if is_foreign(function):
+        return False
     return (_module(function).split(".")[0] in _MODULES and name not in _NOT) or name == "allocate_lock"
 
 

@@ -112,6 +112,64 @@ def test_settings_and_seeds_are_not_dropped(session: object) -> None:
         torch.use_deterministic_algorithms(False)
 
 
+def test_random_states_and_the_seeds_of_a_mesh_are_not_dropped(session: object) -> None:
+    """Other numbers than the seeds tell followed without a word."""
+    mesh = dr.init_device_mesh("cpu", (2,))
+    mesh.manual_seed(6, distinct=True)
+    members = torch.rand(3, device=mesh.device)
+    other = [member.tolist() for member in dr.shards(members)]
+    torch.manual_seed(5)
+    state = torch.remote.get_rng_state()  # type: ignore[attr-defined]
+    first, second = torch.rand(3, device=REMOTE).tolist(), torch.rand(3, device=REMOTE).tolist()
+    with blocked(dr.default_stream(0)), blocked(dr.default_stream(1)):
+        torch.remote.set_rng_state(state)  # type: ignore[attr-defined]
+        dr.cancel()
+    assert torch.rand(3, device=REMOTE).tolist() == first
+    with blocked(dr.default_stream(0)), blocked(dr.default_stream(1)):
+        with torch.random.fork_rng(device_type="remote"):
+            dropped_ones = torch.rand(3, device=REMOTE), torch.rand(3, device=REMOTE)
+        dr.cancel()
+    for value in dropped_ones:
+        dropped(value)
+    assert torch.rand(3, device=REMOTE).tolist() == second
+    with blocked(dr.default_stream(0)), blocked(dr.default_stream(1)):
+        mesh.manual_seed(6, distinct=True)
+        dr.cancel()
+    assert [member.tolist() for member in dr.shards(torch.rand(3, device=mesh.device))] == other
+
+
+def test_a_generator_is_given_back_when_its_draw_is_dropped(session: object) -> None:
+    """If the cancellation fell between the halves of an exchange, the place kept the generator's state."""
+    generator, local = (torch.Generator(device).manual_seed(1) for device in (REMOTE, "cpu"))
+    torch.manual_seed(5)
+    with blocked(dr.default_stream(0)):
+        x = torch.rand(3, device=REMOTE, generator=generator)
+        dr.cancel()
+    dropped(x)
+    # It is cancelled while it draws.
+    with dr.on(0):
+        large = torch.empty(30_000_000)
+    large.normal_(generator=generator)
+    over = dr.fetch_async(large[0])
+    until(lambda: over.done() or "aten.normal_" in (dr.nodes()[0].doing or ""))
+    dr.cancel()
+    assert torch.rand(3, device=REMOTE).tolist() == torch.rand(3).tolist()
+    expected = torch.empty(30_000_000).normal_(generator=local)
+    assert large[-3:].tolist() == expected[-3:].tolist()
+    after = torch.rand(3, device=REMOTE, generator=generator)
+    assert after.tolist() == torch.rand(3, generator=local).tolist()
+
+
+def test_a_state_that_was_dropped_is_no_state(session: object) -> None:
+    with blocked(dr.default_stream(0)):
+        state = torch.remote.get_rng_state().clone()  # type: ignore[attr-defined]
+        dr.cancel()
+    torch.remote.set_rng_state(state)  # type: ignore[attr-defined]
+    x = torch.rand(3, device=REMOTE)
+    with pytest.raises(dr.errors.StreamCancelled):
+        x.tolist()
+
+
 def test_no_such_node_and_a_lost_one(fresh_session: Callable[..., Any]) -> None:
     fresh_session(world_size=2)
     with pytest.raises(dr.errors.PlacementError, match="no node 7"):

@@ -26,14 +26,18 @@ from distruntime.wire.messages import (
     Failed,
 )
 
+from ..values.functions import RANDOM_STATES
 from ..values.objects import Poisoned
 from ..values.step import Words, int_word
 from ..values.streams import Stream
 from .state import State, request_of
 from .waits import Waits
 
-# These are carried out all the same: the master remembers the settings, and would be wrong for ever after.
-_SETTINGS = {"distruntime::config", "distruntime::manual_seed"}
+# These are carried out all the same: the master remembers the settings and seeds, and would be wrong for ever
+# after. A draw that is dropped has not changed the random state, so this can be read, and be given back.
+_SETTINGS = {"distruntime::config", *RANDOM_STATES}
+# So are these, and an upload that makes a value: it may be a seed, and the master may keep it.
+_CARRIED_OUT = (RELEASE, FORGET, DROP, STAMP, MARK, TAKE, GIVE, ADOPT)
 
 
 class Cancelling:
@@ -59,10 +63,11 @@ class Cancelling:
         if word < 0:
             slots.pop(-word, None)
             return i + 1
-        # What is taken or given may come from another stream.
-        if word in (FORGET, DROP, TAKE, GIVE):
+        # What is taken or given may come from another stream, and an upload may go into a value that another
+        # one is still to make.
+        if word in (FORGET, DROP, TAKE, GIVE, UPLOAD):
             self._waits.pay(stream, p, i)
-        if word in (RELEASE, FORGET, DROP, STAMP, MARK, TAKE, GIVE, ADOPT):
+        if word in _CARRIED_OUT or (word == UPLOAD and p[i + 1] not in slots):
             return self._state.templates[word](slots, p, i)
         if word == WAIT and p[i + 3] is None:
             work = self._state.work(p)
@@ -76,9 +81,6 @@ class Cancelling:
             return i + 4
         error = stream.refused or StreamCancelled("dropped by stream.cancel() or dr.cancel() before it ran")
         if word in (UPLOAD, HOST):
-            # An upload may go into a value that another stream is still to make.
-            if word == UPLOAD:
-                self._waits.pay(stream, p, i)
             cause = self._state.failure(p, i, error, self._state.own[word].name, "")
             slots[p[i + (1 if word == UPLOAD else 2)]] = Poisoned(cause)
             return i + (6 if word == UPLOAD else 4)

@@ -18,6 +18,7 @@ from distruntime.wire.shield import RLock
 
 from ..machine import hardware, lost
 from ..machine.devices import Devices
+from ..values.functions import RANDOM_STATES
 from ..values.memory_set import MemorySet
 from ..values.mesh_lanes import MeshState, Shards
 from ..values.objects import Poisoned, described, failure, memory_of
@@ -229,6 +230,9 @@ class State:
             # A check that was dropped has not failed.
             if not step.writes and not step.mutates and not isinstance(error, StreamCancelled):
                 self._blame(step, slots, p, i, cause)
+        elif not step.writes and step.name in RANDOM_STATES:
+            # What is drawn from now on does not follow the seed.
+            self.orphans.append(cause)
         self.poison(step, slots, p, i, cause)
 
     def _blame(self, step: Step, slots: Slots, p: Words, i: int, cause: Failure) -> None:

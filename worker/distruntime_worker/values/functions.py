@@ -228,6 +228,17 @@ FUNCTIONS: dict[str, Operator] = {
     "distruntime::replay_backward": replay_backward,
 }
 
+# These read the random state of a device, or set it.
+RANDOM_STATES = frozenset(
+    {
+        SEED,
+        "distruntime::seed_member",
+        "distruntime::get_rng_state",
+        "distruntime::set_rng_state",
+        "distruntime::exchange_rng_state",
+    }
+)
+
 # These write their operands. A session may call any other one, also one of another module, with what it may
 # read only.
 WRITING = frozenset({"distruntime::resize_storage"})

@@ -252,6 +252,37 @@ def test_results_of_compiled_code_lie_as_those_of_its_operators(monkeypatch: pyt
         assert (program.compiled, len(calls)) == ("inductor", k)
 
 
+def _in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def test_results_of_compiled_code_share_memory_as_those_of_its_operators() -> None:
+    x = torch.arange(6.0).view(2, 3)
+
+    def operators(x: torch.Tensor) -> list[torch.Tensor]:
+        y = x.sin()
+        return [x * 1, y, y * 1, y.t(), y[1:].view(torch.int32), x.t()]
+
+    # These are what Inductor has been seen to return, and what nothing forbids it to.
+    returned: list[Callable[[torch.Tensor], list[torch.Tensor]]] = [
+        lambda x: [x, y := x.sin(), y, y.t(), y[1:].view(torch.int32), x.t()],
+        lambda x: [x * 1, y := x.sin(), y * 1, y.t() + 0, (y[1:] + 0).view(torch.int32), x.t()],
+        lambda x: [x, y := x.t().sin().t(), y, y.t() + 0, y.contiguous()[1:].view(torch.int32), x.t()],
+    ]
+    laid = inductor.laid_out({x.untyped_storage()._cdata}, operators(x))
+    for call in returned:
+        run = inductor._guarded(call, laid)
+        for _ in range(2):
+            made, wanted = run(x), operators(x)
+            assert all(torch.equal(one, other) for one, other in zip(made, wanted, strict=True))
+            assert [one.stride() for one in made] == [one.stride() for one in wanted]
+            pairs = [(k, n) for k in range(7) for n in range(k)]
+            (one, other) = ([x, *made], [x, *wanted])
+            assert [_in_one_memory(one[k], one[n]) for k, n in pairs] == [
+                _in_one_memory(other[k], other[n]) for k, n in pairs
+            ]
+
+
 def test_compiled_code_that_raises_what_its_operators_do_not_is_run_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -621,6 +652,32 @@ def test_a_view_that_is_read_before_a_write_has_the_values_from_before_it(sessio
         grown, product = step(x)
         torch.testing.assert_close(product.cpu(), before.t() @ grown.cpu())
     assert [one.compiled for one in dr.profiler.compiled_graphs()][-1] == "inductor"
+
+
+def _keeps_its_argument(x: torch.Tensor) -> Any:
+    old, y, noise = x + torch.zeros_like(x), x.sin() * 2, torch.rand_like(x)
+    x.add_(noise).mul_(2).sub_(1)
+    return old, y
+
+
+@pytest.mark.slow
+def test_a_result_that_equals_its_argument_is_another_tensor(session: object) -> None:
+    steps: Any = [
+        torch.compile(lambda x: (x * torch.ones_like(x), x.sin() + 1)),
+        torch.compile(_keeps_its_argument),
+    ]
+    x = torch.ones(4, device=REMOTE)
+    for k in range(8):
+        if k == 6:
+            dr.synchronize()
+            until(lambda: all(one.compiled != "compiling" for one in dr.profiler.compiled_graphs()), 300)
+        before = x.cpu()
+        steps[0](x)[0].add_(1)
+        dr.synchronize()
+        assert torch.equal(x.cpu(), before)
+        old, _ = steps[1](x)
+        assert torch.equal(old.cpu(), before)
+    assert [one.compiled for one in dr.profiler.compiled_graphs()][-2:] == ["inductor"] * 2
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from operator import attrgetter, methodcaller
@@ -30,7 +29,7 @@ from ..values.objects import Poisoned
 from ..values.step import Pattern, Slots, Step, Words
 from .compiler import Job, compiled, job_for, prepare
 from .definition import Definition, Name
-from .regions import Compiled, Inputs, graph_of, regions_of
+from .regions import OF_AN_INPUT, Compiled, Inputs, Laid, begin_of, graph_of, laid_out, regions_of
 from .source import NotBegun, Source, Straight
 
 # Inductor compiles one program at a time.
@@ -131,7 +130,7 @@ class Inductor:
             if region.first in inputs.of:
                 given = inputs.of[region.first] if job is None else job.inputs_of(region)
                 call = compiled(self._graph(k), given)
-                found.append((region, _guarded(call, inputs.strides.get(region.first, []))))
+                found.append((region, _guarded(call, inputs.laid.get(region.first, []))))
         # Settings that have changed meanwhile may be in some regions and not in others.
         if tuple(settings()) == under:
             self._made[under] = source.with_regions(found)
@@ -219,11 +218,12 @@ def _memories(names: Sequence[Name], slots: Slots, p: Words, i: int) -> list[int
     return [*map(_number_of, map(_storage_of, values))]
 
 
-def _guarded(call: Compiled, strides: Sequence[tuple[int, ...]]) -> Compiled:
+def _guarded(call: Compiled, laid: Sequence[Laid]) -> Compiled:
     """Return a compiled region that has not begun where one of its inputs does not exist.
 
-    What it returns has these strides, as the master and the next region take for granted. Inductor returns
-    others where torch's decompositions do, for example of `cat` with an empty tensor.
+    What it returns lies as its operators lay it out, which the master and the next region take for granted.
+    Inductor returns other strides where torch's decompositions do, for example of `cat` with an empty tensor.
+    And it returns `x` itself for `x * torch.ones_like(x)`.
     """
     # It lays out each result in the same way at each run.
     others: list[int] | None = None
@@ -234,27 +234,37 @@ def _guarded(call: Compiled, strides: Sequence[tuple[int, ...]]) -> Compiled:
             raise NotBegun
         made = call(*values)
         if others is None:
-            others = _laid_out_otherwise(made, values, strides)
-        if others:
-            made = [*made]
-            for k in others:
-                wanted = torch.empty_strided(
-                    made[k].shape, strides[k], dtype=made[k].dtype, device=made[k].device
-                )
-                made[k] = wanted.copy_(made[k])
-        return made
+            others = _laid_out_otherwise(made, values, laid)
+        return _as_laid(made, laid, others) if others else made
 
     return run
 
 
 def _laid_out_otherwise(
-    made: Sequence[torch.Tensor], values: Sequence[torch.Tensor], strides: Sequence[tuple[int, ...]]
+    made: Sequence[torch.Tensor], values: Sequence[torch.Tensor], laid: Sequence[Laid]
 ) -> list[int]:
-    """Return which results have other strides than these. Those that share their memory stay as they are."""
-    held = Counter(_memory(value) for value in (*made, *values))
+    """Return which results have other strides, or are in another memory, than those of the operators.
 
-    def differs(one: torch.Tensor, wanted: tuple[int, ...]) -> bool:
-        return any(n > 1 and own != other for n, own, other in zip(one.size(), one.stride(), wanted))
+    A view of an input has its strides, as AOTAutograd makes it of that input.
+    """
+    found: list[int] = []
+    for k, (one, own, wanted) in enumerate(zip(made, laid_out({*map(_memory, values)}, made), laid)):
+        strides = zip(one.size(), own.stride, wanted.stride)
+        differs = own.within != wanted.within or any(n > 1 and a != b for n, a, b in strides)
+        if wanted.within != OF_AN_INPUT and (differs or wanted.within in found):
+            found.append(k)
+    return found
 
-    pairs = enumerate(zip(made, strides))
-    return [k for k, (one, wanted) in pairs if differs(one, wanted) and held[_memory(one)] == 1]
+
+def _as_laid(made: Sequence[torch.Tensor], laid: Sequence[Laid], others: Sequence[int]) -> list[torch.Tensor]:
+    """Return results as operators lay them out; `others` are those that are not yet."""
+    found = [*made]
+    for k in others:
+        one, (stride, within, distance) = made[k], laid[k]
+        if within is None:
+            found[k] = torch.empty_strided(one.shape, stride, dtype=one.dtype, device=one.device).copy_(one)
+        else:
+            base, empty = found[within], torch.empty(0, dtype=one.dtype, device=one.device)
+            begin = (begin_of(base) + distance) // one.element_size()
+            found[k] = empty.set_(base.untyped_storage(), begin, one.shape, stride)
+    return found

@@ -12,10 +12,12 @@ import importlib
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from distruntime.wire.codec import KIN, OPERAND, unpack_constant
 from distruntime.wire.messages import ARGUMENT, FLOAT, MADE, NUMBER, Plain
@@ -223,23 +225,60 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=shapes.ShapeEnv(), static_shapes=True)
 
 
+class Laid(NamedTuple):
+    """How operators lay out a result of a region.
+
+    `within` is the number of an earlier result in whose memory it is, `OF_AN_INPUT`, or None if it has memory
+    of its own. It begins so many bytes behind that earlier result.
+    """
+
+    stride: tuple[int, ...]
+    within: int | None
+    distance: int
+
+
+OF_AN_INPUT = -1
+
+
 class Inputs:
     """What the regions of a program get, as tensors without memory, noted in a run.
 
-    `strides` are those of what each region returns, as its operators lay that out.
+    `laid` says how the operators of each region lay out what it returns.
     """
 
     def __init__(self) -> None:
         self._mode = fake_mode()
         self.of: dict[int, list[torch.Tensor]] = {}
-        self.strides: dict[int, list[tuple[int, ...]]] = {}
+        self.laid: dict[int, list[Laid]] = {}
+        # A weak reference keeps the number of a memory from being another one's.
+        self._memories: dict[int, list[StorageWeakRef]] = {}
 
     def note(self, region: Region, values: Sequence[object]) -> None:
         """Note the inputs of one region."""
         tensors = [x for x in values if isinstance(x, torch.Tensor)]
         if len(tensors) == len(values):
             self.of[region.first] = [self._mode.from_tensor(x) for x in tensors]
+            self._memories[region.first] = [StorageWeakRef(x.untyped_storage()) for x in tensors]
 
     def note_made(self, region: Region, values: Sequence[object]) -> None:
-        """Note the strides of what one region has made."""
-        self.strides[region.first] = [x.stride() if isinstance(x, torch.Tensor) else () for x in values]
+        """Note how one region has laid out what it returns."""
+        tensors = [x for x in values if isinstance(x, torch.Tensor)]
+        memories = {one.cdata for one in self._memories.pop(region.first, ())}
+        if region.first in self.of and len(tensors) == len(values):
+            self.laid[region.first] = laid_out(memories, tensors)
+
+
+def laid_out(inputs: Collection[int], made: Sequence[torch.Tensor]) -> list[Laid]:
+    """Return how results are laid out; `inputs` are the memories of what they were made of."""
+    firsts: dict[int, int] = dict.fromkeys(inputs, OF_AN_INPUT)
+    found = []
+    for k, one in enumerate(made):
+        first = firsts.setdefault(one.untyped_storage()._cdata, k)
+        distance = begin_of(one) - begin_of(made[first]) if 0 <= first < k else 0
+        found.append(Laid(one.stride(), None if first == k else first, distance))
+    return found
+
+
+def begin_of(value: torch.Tensor) -> int:
+    """Return at which byte of its memory a tensor begins."""
+    return int(value.storage_offset()) * value.element_size()

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from ..operators.proxies import reshapes
 from .anchors import Anchor, anchored
 from .arithmetic import Term
 from .reachable import Reachable
@@ -30,6 +31,7 @@ from .seen import (
     looked_up,
     same,
 )
+from .specs import Specs
 
 _thing = operator.attrgetter("thing")
 _handle = operator.attrgetter("thing._handle")
@@ -97,6 +99,7 @@ class Guards:
         self._tensors = [anchored(tensor) for _, tensor in reach.tensors.values()]
         self._paths = [path for path, _ in reach.tensors.values()]
         self._handles = [*map(_handle, self._tensors)]
+        self._specs = Specs(self._handles)
         self._gradients = [*map(_requires_grad, self._tensors)]
         self._settings = settings()
         self._kept, self._kept_paths = [*map(anchored, kept.values())], list(kept)
@@ -134,9 +137,12 @@ class Guards:
                     if shown
                     else (f"{one.path} is another object")
                 )
-        for path, tensor, handle, grad in zip(self._paths, self._tensors, self._handles, self._gradients):
+        tensors = zip(self._paths, self._tensors, self._handles, self._specs.each(), self._gradients)
+        for path, tensor, handle, alike, grad in tensors:
             if tensor.thing._handle is not handle:
                 return f"{path} has another value: .data was assigned"
+            if not alike:
+                return f"{path} has another shape or other strides: they were changed in place"
             if tensor.thing.requires_grad != grad:
                 return f"{path}.requires_grad has changed"
         counts = [*map(sys.getrefcount, map(_thing, self._kept))]
@@ -154,6 +160,8 @@ class Guards:
             "before": self._settings,
             "tensors": self._tensors,
             "handles": self._handles,
+            "specs": self._specs,
+            "reshapes": reshapes,
             "gradients": self._gradients,
             "thing": _thing,
             "handle": _handle,
@@ -177,6 +185,7 @@ class Guards:
         conditions = self._conditions(names, name)
         conditions += [
             "all(map(is_, map(handle, tensors), handles))",
+            "(reshapes.last is specs.known or specs.hold())",
             "list(map(grad, tensors)) == gradients",
             "settings() == before",
             "not any(empty)",

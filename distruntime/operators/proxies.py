@@ -178,10 +178,24 @@ def view_of(proxy: Any) -> Any:
     return _creation_meta(proxy) if (spec.dtype, spec.bits) == (base.dtype, base.bits) else None
 
 
+class Reshapes:
+    """When a proxy got other metadata last: `last` is another object then."""
+
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        self.last: object = None
+
+
+reshapes = Reshapes()
+
+
 def reshape_wrapper(proxy: Any, spec: Spec) -> None:
     """Give a proxy other metadata, below Python dispatch."""
     handle = proxy._handle
-    handle.spec = spec
+    if handle.spec is not spec:
+        handle.spec = spec
+        reshapes.last = object()
     _grow(handle.storage, spec)
     restride(proxy, spec.size, spec.stride, spec.offset)
 

@@ -82,6 +82,10 @@ class Attempt:
         self.memories = [(path, tensor._handle.storage) for path, tensor in before.paths.items()]
         self._entered = kinds_found(before)
         self._current = current_streams.get()
+        # What each tensor is, by what the user calls it.
+        handles = [(path, tensor._handle) for path, tensor in before.paths.items()]
+        handles += [(f"argument {k}", leaf._handle) for k, leaf in tensors]
+        self._specs = [(path, handle, handle.spec) for path, handle in handles]
         known = (*(tensor for _, tensor in before.tensors.values()), *(leaf for _, leaf in tensors))
         self._versions = [(tensor, _version(tensor)) for tensor in known]
         wanting = [
@@ -152,7 +156,7 @@ class Attempt:
             self._require_plain()
             recording = record(self._tapes, self._notes, self._names, first, self._current)
             steps = {key: tensor for key, (tensor, was) in self._counted.items() if tensor.item() == was + 1}
-            self.unfit = self.unfit or self._asks_steps(steps) or self._another_graph()
+            self.unfit = self.unfit or self._asks_steps(steps) or self._changed_in_place()
             recording.unfit = self.unfit or recording.unfit
             changed = self.reads.notes.renew()
             after = self.after = Reachable(self._roots)
@@ -210,8 +214,11 @@ class Attempt:
         found = next((text for key, text in self.reads.notes.asked.items() if key in steps), "")
         return f"each call is recorded, since {found}" if found else ""
 
-    def _another_graph(self) -> str:
-        """Say what has got another graph by a write in place, which no replay would give it."""
+    def _changed_in_place(self) -> str:
+        """Say what has got another shape, or another graph by a write, which no replay would give it."""
+        for path, handle, spec in self._specs:
+            if handle.spec is not spec:
+                return f"each call is recorded, since it changes the shape or the strides of {path} in place"
         held = [(one.path, one.owner, one.value) for one in self.before.graphs]
         given = [(f"argument {k}", leaf, graph) for k, leaf, graph in self._graphs]
         for path, tensor, graph in (*held, *given):

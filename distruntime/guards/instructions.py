@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from types import CodeType
 from typing import NamedTuple
 
-from .codes import once
-from .operands import depths
+from .operands import depths, once
 
 
 class Reading(NamedTuple):

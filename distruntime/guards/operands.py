@@ -12,10 +12,15 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import CellType, CodeType, FrameType
+from typing import TypeVar
 
-from .codes import once
+from ..log.line import as_key
+
+T = TypeVar("T")
+# So many codes are remembered by each function.
+_MOST = 16384
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 # From Python 3.11, a frame object points to the interpreter's own frame. In that one the variables begin at
@@ -33,6 +38,21 @@ _ENDS = frozenset(
     "RETURN_VALUE RETURN_CONST RAISE_VARARGS RERAISE JUMP_FORWARD JUMP_BACKWARD JUMP_ABSOLUTE "
     "JUMP_BACKWARD_NO_INTERRUPT INTERPRETER_EXIT".split()
 )
+
+
+def once(find: Callable[[CodeType], T]) -> Callable[[CodeType], T]:
+    """Remember what a function finds, by the code that it was given.
+
+    `dis` shows each constant by its `repr`, which of a remote tensor among the globals would read a value. So
+    the function does not see what `as_key` leaves out.
+    """
+    kept = functools.lru_cache(maxsize=_MOST)(find)
+
+    @functools.wraps(find)
+    def found(code: CodeType) -> T:
+        return kept(as_key(code))
+
+    return found
 
 
 def known() -> bool:

@@ -21,8 +21,8 @@ from ..log.line import of_a_library
 from ..tensors.tensor import DistributedTensor
 from ..tensors.uneven import UnevenTensor
 from .anchors import anchored
-from .codes import once
 from .generators import state_of
+from .operands import once
 from .own_code import PACKAGE
 from .seen import PLAIN, Seen
 

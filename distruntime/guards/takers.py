@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Collection, Mapping
 
 from . import operands
-from .codes import once
 from .functions import class_of_method, is_traced
+from .operands import once
 from .seen import looked_up
 
 # These C functions hand on what they get from Python, and look at nothing in it.

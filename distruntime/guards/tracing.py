@@ -16,10 +16,9 @@ from typing import ParamSpec, TypeVar
 
 from ..log.line import of_a_library
 from ..wire.shield import RLock
-from .codes import once
 from .functions import is_traced
 from .instructions import readings
-from .operands import known
+from .operands import known, once
 from .reads import Reads
 
 _MONITORED = sys.version_info >= (3, 12)

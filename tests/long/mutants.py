@@ -457,8 +457,8 @@ MUTANTS = [
     Mutant(
         "a check that fails is swallowed",
         f"{_WORKER}/log/state.py",
-        "            self.orphans.append(cause)\n",
-        "",
+        "        if kin is None:\n            self.orphans.append(cause)\n",
+        "        if kin is None:\n",
         ("tests/session/test_failures.py",),
         "tests/session/test_failures.py::test_an_assertion_that_fails_is_raised_by_the_next_read",
     ),

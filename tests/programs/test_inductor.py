@@ -26,8 +26,9 @@ from distruntime.wire.messages import (
     PROGRAM,
     Segment,
 )
+from distruntime_worker.machine import settings
 from distruntime_worker.machine.devices import Devices
-from distruntime_worker.machine.settings import configure, restore
+from distruntime_worker.machine.settings import configure
 from distruntime_worker.programs import inductor
 from distruntime_worker.programs.compiler import compiled, job_for, prepare
 from distruntime_worker.programs.definition import Definition, Instruction, Name, Row
@@ -352,6 +353,8 @@ def test_code_is_for_the_settings_that_it_was_compiled_under(monkeypatch: pytest
 
     program, run = _runs_of(compile(), monkeypatch)
     monkeypatch.setattr(inductor, "compiled", compile)
+    # The settings of this process are the test's to bring back: torch's own test helpers freeze some of them.
+    monkeypatch.setattr(settings, "_at_start", {})
     try:
         run()
         configure(use_deterministic_algorithms=True)
@@ -363,7 +366,7 @@ def test_code_is_for_the_settings_that_it_was_compiled_under(monkeypatch: pytest
         configure(use_deterministic_algorithms=True)
         run()
     finally:
-        restore()
+        configure(use_deterministic_algorithms=False)
     run()
     # Between the first two, the operators run, and what they get is noted.
     assert calls == [False, True, False, True, False] and program.compiled == "inductor"

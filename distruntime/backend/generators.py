@@ -1,7 +1,8 @@
 """`torch.Generator(device="remote")`: a generator of random numbers whose state lives on a worker.
 
-Each draw with it is three instructions: the worker takes its state, draws, and gives the state back. Nobody
-waits. It draws what a generator of this process draws after the same seed.
+Around each draw with it stand three instructions: the worker keeps its own state, takes the generator's,
+draws, and changes them back. Nobody waits. It draws what a generator of this process draws after the same
+seed.
 
 torch's C++ takes a generator of its own kind only, and hands a new Python object for it to the kernel. So a
 remote generator carries one of this process's CPU, which is seeded with a number that nobody else has, and by
@@ -26,13 +27,15 @@ from ..log.log import relieve
 from ..operators.alias_info import Operator
 from ..operators.ask_worker import unanswered
 from ..operators.new_calls import draws
+from ..operators.proxies import wrap
+from ..operators.transfer import upload
 from ..session.session import active_session, session_of_log
 from ..session.spelling import indexed, is_remote
 from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor, saving
 from ..wire.shield import shield
 from .on_import import when_imported
-from .random import exchange_rng_state
+from .random import draw_from, give_back
 
 _Own = torch._C.Generator
 # torch seeds a new generator so.
@@ -136,7 +139,19 @@ class RemoteGenerator(Generator):
         places = session_of_log(home.node).places
         if "cpu" in places.devices(home.place.node):
             home = places.residence(places.place(home.place.node, "cpu"))
-        state = new_state.detach().to(home.device, copy=True)
+        found, wanted = new_state.numel(), getattr(self, "_state", new_state).numel()
+        if found != wanted:
+            text = (
+                f"Expected a CPUGeneratorImplState of size {wanted} but found the input RNG state size to be "
+                f"{found}"
+            )
+            raise of_caller(RuntimeError(text if self._home.has_cpu_kernels else "RNG state is wrong size"))
+        whole = new_state.detach().reshape(-1)
+        if isinstance(whole, DistributedTensor):
+            state = whole.to(home.device, copy=True)
+        else:
+            # As one instruction it is a seed, which `dr.cancel` leaves.
+            state = wrap(DistributedTensor, upload(whole.cpu(), home))
         assert isinstance(state, DistributedTensor)
         self._state = state
         return self
@@ -166,14 +181,18 @@ class RemoteGenerator(Generator):
         relieve(place.node)
         # Another thread that draws comes before or after.
         # Ctrl-C waits until the place draws from its own state again.
+        targets, drawn = _written(func, args), None
         with shield, place.node.lock:
-            own = exchange_rng_state(self._state, self._home)
+            own = draw_from(self._state, self._home, targets)
             unanswered.now = True
             try:
-                return func(*args, **kwargs)
+                drawn = func(*args, **kwargs)
             finally:
                 unanswered.now = False
-                self._state = exchange_rng_state(own, self._home)
+                made = drawn if isinstance(drawn, (tuple, list)) else (drawn,)
+                results = [one for one in made if isinstance(one, DistributedTensor)]
+                self._state = give_back(own, self._state, self._home, [*targets, *results])
+        return drawn
 
     def _draw_into(
         self, func: Operator, args: Sequence[object], kwargs: Mapping[str, object], place: Residence
@@ -234,6 +253,15 @@ class RemoteGenerator(Generator):
     get_offset, set_offset = _refusing("get_offset"), _refusing("set_offset")
     graphsafe_get_state = _refusing("graphsafe_get_state")
     graphsafe_set_state = _refusing("graphsafe_set_state")
+
+
+def _written(func: Operator, args: Sequence[object]) -> list[DistributedTensor]:
+    """Return what a call draws into."""
+    return [
+        value
+        for argument, value in zip(func._schema.arguments, args)
+        if argument.is_write and isinstance(value, DistributedTensor)
+    ]
 
 
 def _draw(

@@ -8,7 +8,7 @@ generator of its own, so after one `manual_seed` all CPUs of the session draw th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -119,21 +119,41 @@ def set_rng_state(state: torch.Tensor, place: Residence) -> None:
     issue_function(place.node, "set_rng_state", [place.lazy, state])
 
 
-def exchange_rng_state(state: DistributedTensor, place: Residence) -> DistributedTensor:
+def draw_from(
+    state: DistributedTensor, place: Residence, targets: Sequence[DistributedTensor] = ()
+) -> DistributedTensor:
     """Have a place draw from `state` from now on; return the state that it drew from. Return at once.
 
-    To the worker this is no seed: whoever exchanges gives the old state back.
+    `targets` are what is drawn into, which nothing is if `state` is none. To the worker this is no seed:
+    whoever calls this gives the old state back.
     """
     before = new_value(spec(tuple(state.shape), (1,), 0, torch.uint8), state._handle.place)
-    issue_function(place.node, "exchange_rng_state", [place.lazy, state], fresh=before)
+    issue_function(place.node, "get_rng_state", [place.lazy], fresh=before)
+    issue_function(place.node, "draw_from", [place.lazy, state, *targets])
     return wrap(DistributedTensor, before)  # type: ignore[no-any-return]
+
+
+def give_back(
+    before: DistributedTensor,
+    state: DistributedTensor,
+    place: Residence,
+    drawn: Sequence[DistributedTensor] = (),
+) -> DistributedTensor:
+    """Have a place draw from `before` again; return the state that it has now drawn from. Return at once.
+
+    What it has `drawn` is poisoned if `state`, from which it was to draw, is none.
+    """
+    after = new_value(spec(tuple(state.shape), (1,), 0, torch.uint8), state._handle.place)
+    arguments = [place.lazy, before, state, list(drawn)]
+    issue_function(place.node, "exchange_rng_state", arguments, fresh=after, written=drawn)
+    return wrap(DistributedTensor, after)  # type: ignore[no-any-return]
 
 
 @contextmanager
 def drawing_from(state: DistributedTensor, place: Residence) -> Iterator[None]:
     """Let a place draw from `state` in the block, and then go on as if it had not drawn."""
-    before = exchange_rng_state(state, place)
+    before = draw_from(state, place)
     try:
         yield
     finally:
-        exchange_rng_state(before, place)
+        give_back(before, state, place)

@@ -167,7 +167,12 @@ def issue(
 
 
 def issue_default(
-    words: Sequence[object], fresh: Sequence[Handle], operands: Sequence[Handle], node: Log, line: Line
+    words: Sequence[object],
+    fresh: Sequence[Handle],
+    operands: Sequence[Handle],
+    node: Log,
+    line: Line,
+    written: Sequence[Memory] = (),
 ) -> None:
     """Issue what concerns a whole worker, its generators or settings.
 
@@ -176,11 +181,11 @@ def issue_default(
     with node.lock:
         try:
             if node.order is None:
-                _append(words, fresh, (), node, line)
+                _append(words, fresh, written, node, line)
             else:
                 settle(node)
                 node.order.fence()
-                node.order.issue(0, words, fresh, operands, (node.order.generator,), line)
+                node.order.issue(0, words, fresh, operands, (*written, node.order.generator), line)
                 node.order.spread()
         except BaseException:
             node.in_doubt = True

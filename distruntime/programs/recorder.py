@@ -52,9 +52,9 @@ _REFUSED = {
 # These functions of the worker may stand in a program.
 _FUNCTIONS = (
     *("distruntime::record", "distruntime::record_autocast", "distruntime::record_attention"),
-    *("distruntime::replay_backward", "distruntime::resize_storage", "distruntime::exchange_rng_state"),
-    # A recurrent layer with dropout keeps the state that it draws from.
-    "distruntime::get_rng_state",
+    *("distruntime::replay_backward", "distruntime::resize_storage"),
+    # A generator draws by these. A recurrent layer with dropout keeps the state that it draws from.
+    *("distruntime::get_rng_state", "distruntime::draw_from", "distruntime::exchange_rng_state"),
 )
 # These operators have an offset among their constants, which counts from the begin of a memory.
 _PLACED = ("aten::as_strided", "aten::set_")

@@ -27,10 +27,11 @@ def issue_function(
     args: Sequence[object],
     kwargs: dict[str, object] | None = None,
     fresh: Handle | list[Handle] | None = None,
+    written: Sequence[DistributedTensor] = (),
 ) -> None:
     """Issue a call; `fresh` is the handle of its result, if it has one, or a list of several.
 
-    Return at once.
+    Return at once. `written` are those of its operands that it may write, or poison.
     """
     results: object = 0 if fresh is None else [1] * len(fresh) if isinstance(fresh, list) else 1
     number, words = template(
@@ -43,7 +44,8 @@ def issue_function(
         for t in (a if isinstance(a, list) else (a,))
         if isinstance(t, DistributedTensor)
     ]
-    issue_default([number, *words, *(h.ref for h in handles)], handles, operands, node, user_line())
+    memories = [one._handle.storage for one in written]
+    issue_default([number, *words, *(h.ref for h in handles)], handles, operands, node, user_line(), memories)
 
 
 def read_function(node: Node, function: str, args: Sequence[object] = ()) -> object:

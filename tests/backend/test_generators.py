@@ -86,6 +86,48 @@ def test_it_is_a_generator_and_others_stay_what_they_were(session: object) -> No
     assert torch.rand(1, device=dr.place(1), generator=remote).device == dr.place(1).device
 
 
+class Keeper:
+    def keep(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def total(self) -> torch.Tensor:
+        return self.x.sum()
+
+
+def failed(g: torch.Generator) -> torch.Tensor:
+    index, value = torch.tensor([9999]).to(REMOTE), torch.zeros(1, dtype=torch.uint8).to(REMOTE)
+    return g.get_state().index_copy_(0, index, value)
+
+
+@pytest.mark.parametrize(
+    "state, kind, text",
+    [
+        (failed, IndexError, "out of bounds"),
+        (lambda g: torch.zeros(5056, dtype=torch.uint8), RuntimeError, "Invalid mt19937 state"),
+    ],
+)
+def test_what_is_no_state_draws_nothing(
+    session: object, state: Callable[[torch.Generator], torch.Tensor], kind: type[Exception], text: str
+) -> None:
+    """The draws came from the place's own generator, without an error."""
+    generator: Any = torch.Generator(REMOTE)
+    keeper: Any = dr.remote(Keeper)()
+    x = torch.ones(3, device=REMOTE)
+    keeper.keep(x)
+    torch.manual_seed(5)
+    generator.set_state(state(generator))
+    drawn = [torch.rand(3, device=REMOTE, generator=generator), x.normal_(generator=generator)]
+    drawn += [torch.rand(2, device=REMOTE, generator=generator) * 2, x[:1]]
+    for value in drawn:
+        with pytest.raises(kind, match=text):
+            value.tolist()
+    assert keeper.total().item() == 3
+    assert torch.rand(3, device=REMOTE).tolist() == torch.rand(3).tolist()
+    generator.manual_seed(4)
+    after = torch.rand(3, device=REMOTE, generator=generator)
+    assert after.tolist() == torch.rand(3, generator=torch.Generator().manual_seed(4)).tolist()
+
+
 def test_a_loader_shuffles_with_it_where_it_is_the_default_device(session: object) -> None:
     with torch.device(REMOTE):
         there = DataLoader(list(range(9)), shuffle=True, generator=torch.Generator(REMOTE).manual_seed(1))  # type: ignore[arg-type, var-annotated]
@@ -104,6 +146,11 @@ def test_a_loader_shuffles_with_it_where_it_is_the_default_device(session: objec
         ),
         (lambda g: g.manual_seed(1 << 65), RuntimeError, "Overflow"),
         (lambda g: g.set_state(torch.zeros(2)), TypeError, "expected a torch.ByteTensor"),
+        (
+            lambda g: g.set_state(torch.zeros(3, dtype=torch.uint8)),
+            RuntimeError,
+            "Expected a CPUGeneratorImplState of size 5056 but found the input RNG state size to be 3",
+        ),
         (lambda g: g.get_offset(), dr.errors.NotSupportedError, "get_state, set_state"),
         (lambda g: pickle.dumps(g), dr.errors.NotSupportedError, r"torch\.save\(generator\.get_state"),
         (

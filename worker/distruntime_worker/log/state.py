@@ -230,7 +230,7 @@ class State:
             # A check that was dropped has not failed.
             if not step.writes and not step.mutates and not isinstance(error, StreamCancelled):
                 self._blame(step, slots, p, i, cause)
-        elif not step.writes and step.name in RANDOM_STATES:
+        elif not step.writes and not step.mutates and step.name in RANDOM_STATES:
             # What is drawn from now on does not follow the seed.
             self.orphans.append(cause)
         self.poison(step, slots, p, i, cause)

@@ -64,13 +64,14 @@ class Steps:
         elif name == PROGRAM:
             step = Program(args, kwargs, state, self._own_template, self._warn)
         else:
-            step = template = self._own_template(Row(name, args, kwargs, results))
-            note_writes(template, args)
+            step = self._own_template(Row(name, args, kwargs, results))
         self._chain.add(state, number, step)
 
     def _own_template(self, row: Row) -> Template:
         state, call = self._state, self._called(row.name)
-        return Template(row.name, call, row.args, row.kwargs, row.results, state.devices.real, state.fail)
+        found = Template(row.name, call, row.args, row.kwargs, row.results, state.devices.real, state.fail)
+        _note_writes(found, row.args)
+        return found
 
     def _warn(self, p: Words, i: int, text: str) -> None:
         """Warn at the master, of the instruction at `i` (its stream's thread)."""
@@ -120,10 +121,18 @@ class Steps:
             own = [mesh.member_device(pattern, k) for pattern in row.args]
             named = {key: mesh.member_device(value, k) for key, value in row.kwargs.items()}
             lanes.append(Template(row.name, call, own, named, row.results, real, state.fail))
-            note_writes(lanes[-1], own)
+            _note_writes(lanes[-1], own)
         if len(lanes) == 1:
             return lanes[0]
         # On a CPU (or where it simulates GPUs) the members share one generator; real GPUs have one each.
         on = [real(torch.device(d)) for d in mesh.devices]
         shared = all(device.type == "cpu" for device in on) and may_draw(lanes[0])
         return Lanes(lanes, on, state.spread, mesh.generators if shared else None)
+
+
+def _note_writes(template: Template, args: list[Plain]) -> None:
+    """Say of a function, which has no schema, what it writes or poisons."""
+    note_writes(template, args)
+    first = functions.POISONING.get(template.name)
+    if first is not None:
+        template.mutates = template.reads[first:]

@@ -17,7 +17,8 @@ from .step import Run, Slots, Step, Words
 
 _SEED = "distruntime::manual_seed"
 _COMPOSITES = tuple(
-    f"distruntime::{name}" for name in ("record", "seed_member", "get_rng", "set_rng", "exchange_rng")
+    f"distruntime::{name}"
+    for name in ("record", "seed_member", "get_rng", "set_rng", "draw_from", "exchange_rng")
 )
 _CALL = "python::call"
 # This argument of a call says whether it may draw.

@@ -62,17 +62,30 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
         random_states.set_rng_state(device, state)
 
 
-def exchange_rng_state(device: torch.device, state: torch.Tensor) -> torch.Tensor:
-    """Set one device's random state for what follows, and return the one before, a byte tensor on the CPU.
+def draw_from(device: torch.device, state: torch.Tensor, *targets: object) -> None:
+    """Set one device's random state for what draws next.
 
-    It does not count as a seeding: the master gives the old state back.
+    It is no seeding: the master gives the old state back. If it fails, `state` is poisoned, and so are the
+    `targets`, so that nothing else is drawn into these.
     """
-    before = get_rng_state(device)
     if device.type == "cpu":
         torch.set_rng_state(state.cpu())
     else:
         random_states.set_rng_state(device, state)
-    return before
+
+
+def exchange_rng_state(
+    device: torch.device, state: torch.Tensor, drew_from: object, drawn: list[object]
+) -> torch.Tensor:
+    """Give one device its random state back, and return the one that it drew from, a byte tensor on the CPU.
+
+    What was drawn is poisoned, as this fails, if `drew_from` is poisoned: it was no state.
+    """
+    after = get_rng_state(device)
+    draw_from(device, state)
+    if not isinstance(drew_from, torch.Tensor):
+        raise RuntimeError("the state of a generator is poisoned")
+    return after
 
 
 def resize_storage(tensor: torch.Tensor, nbytes: int) -> None:
@@ -220,6 +233,7 @@ FUNCTIONS: dict[str, Operator] = {
     "distruntime::get_rng_state": get_rng_state,
     "distruntime::rng_state_bytes": rng_state_bytes,
     "distruntime::set_rng_state": set_rng_state,
+    "distruntime::draw_from": draw_from,
     "distruntime::exchange_rng_state": exchange_rng_state,
     "distruntime::resize_storage": resize_storage,
     "distruntime::record": record,
@@ -235,9 +249,12 @@ RANDOM_STATES = frozenset(
         "distruntime::seed_member",
         "distruntime::get_rng_state",
         "distruntime::set_rng_state",
+        "distruntime::draw_from",
         "distruntime::exchange_rng_state",
     }
 )
+# If one of these fails, its operands are poisoned from this one on.
+POISONING = {"distruntime::draw_from": 0, "distruntime::exchange_rng_state": 2}
 
 # These write their operands. A session may call any other one, also one of another module, with what it may
 # read only.

@@ -25,9 +25,10 @@ from ..tensors.fetch import fetch
 from ..tensors.tensor import DistributedTensor
 from ..tensors.trees import joined
 from ..tensors.uneven import together
+from .ahead import Ahead
 from .callee import warn
 from .results import shards_of
-from .sent import Ahead, ask_ahead, run_at
+from .sent import ask_ahead, run_at
 from .sent_loader import Loader, begun, length_of, next_of
 from .weights import Mesh, is_mesh, where
 

@@ -12,6 +12,7 @@ from ..errors import ProtocolError, UsageError, drop_frames, without_our_frames
 from ..log.handle import Handle, Residence, new_value
 from ..log.issue import template_number
 from ..log.line import user_line
+from ..log.log import relieve
 from ..log.spec import NO_TENSOR, spec_from_wire
 from ..operators.ask_worker import ask_specs
 from ..operators.transfer import request as request_value
@@ -20,7 +21,8 @@ from ..session.requests import Request
 from ..session.session import session_of_log
 from ..tensors.fetch import Arriving, Fetchable, fetch, fetch_async
 from ..wire.codec import ALIGNED, OPERAND, tensor_bytes
-from .call import ASK, END, invoke
+from .ahead import Ahead
+from .call import ASK, END, Call, invoke
 from .callee import Callee, Options
 from .pickling import Operand, unpickled
 
@@ -37,9 +39,11 @@ class RemoteObject(Operand, Fetchable):
     here. `len`, `bool`, `int`, `float`, `str` and `in` wait for their answers.
     """
 
-    __slots__ = ("_handle", "_maker")
+    __slots__ = ("_asked", "_handle", "_maker")
 
     _maker: Callee
+    # The next item of an iterator, if somebody was interrupted while he waited for it. Most have none.
+    _asked: Ahead | None
 
     def __init__(self, handle: Handle, maker: Callee) -> None:
         _set(self, "_handle", handle)
@@ -333,6 +337,8 @@ class RemoteAsyncIterator:
 
     def __init__(self, held: object) -> None:
         self._held = held
+        # This item was made, and nobody has it.
+        self._ahead: RemoteObject | None = None
 
     @without_our_frames
     def __aiter__(self) -> RemoteAsyncIterator:
@@ -340,17 +346,38 @@ class RemoteAsyncIterator:
 
     async def __anext__(self) -> Result:
         assert isinstance(self._held, RemoteObject)
-        ahead = self._held._kept("ahead")
-        if not await fetch_async(ahead._kept("len")):
+        ahead = self._held._kept("ahead") if self._ahead is None else self._ahead
+        self._ahead = ahead
+        try:
+            there = await fetch_async(ahead._kept("len"))
+            item = _next_of(ahead) if there else END
+        # The task that waits may be cancelled, which is no such error: the next one gets the item.
+        except Exception:
+            self._ahead = None
+            raise
+        self._ahead = None
+        if item is END:
             raise StopAsyncIteration
-        return _next_of(ahead)
+        return item
 
 
 def _next_of(held: object) -> object:
+    """Return the next item. Who is interrupted while he waits gets it the next time."""
     assert isinstance(held, RemoteObject)
-    maker = held._maker
-    callee = maker.child("next", f"next of {maker.name}", "next")
-    found = issued(callee, _asking, held)
+    asked = getattr(held, "_asked", None)
+    if asked is None:
+        maker, home = held._maker, held._handle.place
+        callee = maker.child("next", f"next of {maker.name}", "next")
+        relieve(home.node)
+        asked = Ahead(Call(callee, _asking, b"", [held], home, user_line(), RemoteObject))
+        _set(held, "_asked", asked)
+    try:
+        found = asked()
+    except BaseException:
+        if asked.failed:
+            _set(held, "_asked", None)
+        raise
+    _set(held, "_asked", None)
     if found is END:
         raise StopIteration
     return found

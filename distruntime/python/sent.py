@@ -5,18 +5,16 @@ They are in the modules whose names begin with "sent_".
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
-from contextlib import suppress
 
 from ..errors import PlacementError
 from ..log.handle import Place, Residence
 from ..log.line import user_line
 from ..log.log import relieve
-from ..session.requests import Request
 from ..session.session import active_session
 from ..session.spelling import is_node, named, on_node
-from .call import ASK, OWN, Call, Question
+from .ahead import Ahead
+from .call import ASK, OWN, Call
 from .callee import Callee, Code, Function, Options
 from .objects import RemoteObject, issued
 from .pickling import pack
@@ -47,26 +45,7 @@ def ask_ahead(
     pickled, operands = pack(args, {})
     options = Options(OWN if own else ASK, random=random)
     call = Call(callee_of(function, name), options, pickled, operands, home, user_line(), RemoteObject)
-    return Ahead(call, call.ask())
-
-
-class Ahead:
-    """A call whose answer comes. Calling this blocks for it."""
-
-    def __init__(self, call: Call, question: Question) -> None:
-        self._call, self._question = call, question
-        # It has a value when the answer has come. Somebody who was interrupted while he waited asks again, so
-        # the answer is kept until then.
-        self.came: concurrent.futures.Future[None] = concurrent.futures.Future()
-        question[0].when_done(self._arrived)
-
-    def __call__(self) -> object:
-        return self._call.answered(self._question, [])
-
-    def _arrived(self, request: Request[object]) -> None:
-        # Nobody may wait any more.
-        with suppress(concurrent.futures.InvalidStateError):
-            self.came.set_result(None)
+    return Ahead(call)
 
 
 def host(node: object) -> Residence:

@@ -7,6 +7,7 @@ import copy
 import gc
 import os
 import pickle
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,72 @@ def test_other_tasks_run_while_an_item_is_made(tmp_path: Path) -> None:
         return await found
 
     assert [dr.fetch(item) for item in asyncio.run(both())] == ["made"]
+
+
+def gated(gate: Path) -> Iterator[int]:
+    for k in range(3):
+        while not gate.exists():
+            time.sleep(0.01)
+        yield k
+
+
+def test_a_wait_that_is_interrupted_loses_no_item(
+    session: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    generator: Any = dr.remote(gated)(gate)
+    items = iter(generator)
+
+    def interrupted(*_: object, **__: object) -> None:
+        monkeypatch.undo()
+        gate.touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session.requests, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(items)
+    assert [dr.fetch(item) for item in items] == [0, 1, 2]
+    with pytest.raises(StopIteration):
+        next(items)
+
+
+def test_a_task_that_is_cancelled_loses_no_item(session: object, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+
+    async def impatient() -> list[Any]:
+        items = aiter(dr.remote(gated)(gate))
+        waits = asyncio.ensure_future(anext(items))
+        await asyncio.sleep(0)
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+        gate.touch()
+        return [item async for item in items]
+
+    assert [dr.fetch(item) for item in asyncio.run(impatient())] == [0, 1, 2]
+
+
+def test_an_iterator_goes_on_behind_an_item_that_fails(session: object) -> None:
+    class Fragile:
+        def __init__(self) -> None:
+            self.k = 0
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> int:
+            self.k += 1
+            if self.k == 2:
+                raise ValueError("the second one")
+            if self.k == 4:
+                raise StopIteration
+            return self.k
+
+    items = iter(dr.remote(Fragile)())
+    assert dr.fetch(next(items)) == 1
+    with pytest.raises(ValueError, match="the second one"):
+        next(items)
+    assert [dr.fetch(item) for item in items] == [3]
 
 
 def test_an_asynchronous_item_that_fails_says_so() -> None:

@@ -16,17 +16,18 @@ from torch.fx import GraphModule, Node
 from ..errors import ConfigurationError
 from ..log.handle import BARE, REMOTE_TYPES
 from ..session.session import active_session
-from ..tensors.tensor import DistributedTensor
 from .constants import Constants, lift_constants
 from .draws import is_state
 from .dynamo import DECIDING, has_remote
 from .graph import Graph
 from .here import Parted, part
 from .saved import as_proxies, bundle_of, open_slots
+from .shared import SharesMemory, attributes_of, overlap, share_memory
 
 # Dynamo and AOTAutograd hand over functions of whatever tensors a graph has.
 Compiled = Callable[..., Any]
 _numbers = count(1)
+_SHARED = "its arguments share memory, and it writes to some"
 _COMPILE = (None, "inductor", "cudagraphs")
 
 
@@ -72,27 +73,28 @@ def for_inductor(graph: GraphModule, inputs: Sequence[object], config: dict[str,
 
 
 def _compiled(graph: GraphModule, inputs: Sequence[object], compile: object) -> Compiled:
-    number = next(_numbers)
+    number, given = next(_numbers), [*inputs, *attributes_of(graph)]
+    meet = overlap(given)
     own: Compiled = aot_autograd(
-        fw_compiler=_compiler(f"forward {number}", compile),
-        bw_compiler=_compiler(f"backward {number}", compile),
+        fw_compiler=_compiler(f"forward {number}", compile, not meet),
+        bw_compiler=_compiler(f"backward {number}", compile, False),
         # A graph writes to arguments itself: each buffer of a batch norm would be a copy outside of it.
         keep_inference_input_mutations=True,
     )
     # An eager backward pass is called outside of autocast, and its operators take the dtypes that they meet.
     own = config.patch(backward_pass_autocast="off")(own)
-    if not _share_memory(inputs):
-        return _unless_shared(own(graph, inputs), graph)
     try:
         traced: Compiled = own(graph, inputs)
     except (RuntimeError, TypeError) as error:
+        if not share_memory(given):
+            raise
         # AOTAutograd makes one tensor of those that share memory, for which it takes their storage apart.
         _runs_plainly(f"its arguments share memory ({type(error).__name__})")
         return graph.forward
-    if _writes_arguments():
-        _runs_plainly("its arguments share memory, and it writes to some")
+    if meet and _writes_arguments():
+        _runs_plainly(_SHARED)
         return graph.forward
-    return traced
+    return _unless_shared(traced, graph)
 
 
 def _unless_shared(traced: Compiled, graph: GraphModule) -> Compiled:
@@ -102,9 +104,17 @@ def _unless_shared(traced: Compiled, graph: GraphModule) -> Compiled:
     """
     if not _writes_arguments():
         return traced
+    told = False
 
     def call(*args: object) -> object:
-        return graph.forward(*args) if _share_memory(args) else traced(*args)
+        nonlocal told
+        try:
+            return traced(*args)
+        except SharesMemory:
+            if not told:
+                told = True
+                _runs_plainly(f"in this call {_SHARED}. It is told once")
+            return graph.forward(*args)
 
     return call
 
@@ -154,34 +164,28 @@ def _copy_what_it_returns_twice(graph: GraphModule) -> None:
     graph.recompile()
 
 
-def _share_memory(values: Sequence[object]) -> bool:
-    """Whether two of these tensors are in one memory."""
-    memories = [
-        id(one._handle.storage) if isinstance(one, DistributedTensor) else one.untyped_storage()._cdata
-        for one in values
-        if isinstance(one, torch.Tensor)
-    ]
-    return len(set(memories)) < len(memories)
+def _compiler(name: str, compile: object, apart: bool) -> Compiled:
+    """Return what AOTAutograd calls with each of the two graphs that it makes of one.
 
-
-def _compiler(name: str, compile: object) -> Compiled:
-    """Return what AOTAutograd calls with each of the two graphs that it makes of one."""
+    `apart` says that no two of its arguments overlap, and that a call may be another one.
+    """
 
     def compiled(graph: GraphModule, inputs: Sequence[object]) -> Compiled:
+        alone = apart and _writes_arguments()
         parted = part(graph)
         lifted = lift_constants(graph if parted is None else parted.left)
         decides = next((node for node in lifted.graph.graph.nodes if _decides(node)), None)
         if decides is not None:
             _runs_plainly(f"a value decides what it does: {decides.name}{_line_of(decides)}")
-            return _boxed(graph.forward)
+            return _boxed(graph.forward, alone)
         local = next((node for node in lifted.graph.graph.nodes if _is_local(node)), None)
         if local is not None:
             _runs_plainly(f"it has a tensor of this process: {local.name}{_line_of(local)}")
-            return _boxed(graph.forward)
+            return _boxed(graph.forward, alone)
         if name.startswith("backward"):
             _copy_what_it_returns_twice(lifted.graph)
         saves = _saves() if name.startswith("forward") else None
-        made = Graph(lifted.graph, name, compile, saves)  # type: ignore[arg-type]
+        made = Graph(lifted.graph, name, compile, saves, alone)  # type: ignore[arg-type]
         return _with(lifted.constants, parted, made, graph)
 
     return compiled
@@ -193,13 +197,15 @@ def _with(constants: Constants | None, parted: Parted | None, graph: Graph, whol
     The constants travel at the first call, and this process's numbers at each. They go where the trace has
     met them. If the graph makes something at the current place, that must be the place of the trace.
     """
-    plain, fixed = _boxed(whole.forward), None
+    plain, fixed = _boxed(whole.forward, graph.apart), None
     if (constants is not None or parted is not None) and any(map(_is_placed, whole.graph.nodes)):
         fixed = active_session().places.current().lazy
 
     def run(args: list[object]) -> object:
         if fixed is not None and active_session().places.current().lazy != fixed:
             return plain(args)
+        if parted is not None and graph.apart and overlap(args[k] for k in parted.given):
+            raise SharesMemory
         found = () if parted is None else parted.take(args)
         if constants is not None:
             args += constants.of(active_session())
@@ -218,8 +224,10 @@ def _takes_a_list(run: Compiled) -> Compiled:
     return run
 
 
-def _boxed(run: Compiled) -> Compiled:
+def _boxed(run: Compiled, apart: bool) -> Compiled:
     def call(args: list[object]) -> object:
+        if apart and overlap(args):
+            raise SharesMemory
         # Its forward graph may have been recorded.
         held = bundle_of(args)
         if held is not None:

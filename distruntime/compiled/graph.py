@@ -34,6 +34,7 @@ from ..wire.messages import ARGUMENT, MADE
 from .lines import Lined
 from .plan import Given, Look, Plan, Result, Results, handles_of
 from .saved import as_proxies, bundle_of, open_slots
+from .shared import SharesMemory, overlap
 
 # A graph of changing sizes has a plan for each size. More than so many are forgotten.
 _MOST_PLANS = 64
@@ -53,14 +54,19 @@ class Graph:
     `why` says why the last call was none of them, and is empty if it was one.
 
     What it returns from the start of `saves` on, only its backward graph gets. Autograd minds writes to what
-    is in `saves`.
+    is in `saves`. If it was traced `apart`, it raises `SharesMemory` where two arguments overlap.
     """
 
     def __init__(
-        self, graph: GraphModule, name: str, compile: str | None, saves: slice | None = None
+        self,
+        graph: GraphModule,
+        name: str,
+        compile: str | None,
+        saves: slice | None = None,
+        apart: bool = False,
     ) -> None:
         self._plain, self._lined = graph.forward, Lined(graph)
-        self.name, self._compile, self._saves = name, compile, saves
+        self.name, self._compile, self._saves, self.apart = name, compile, saves, apart
         alive[next(_numbers)] = self
         outliving.add(self)
         # Before there is a plan, this counts the calls of a kind. At the first one nobody knows yet what its
@@ -78,6 +84,7 @@ class Graph:
             if recorded.name:
                 if held is not None:
                     open_slots(args, held)
+                self._require_apart(args)
                 self.why = "it was called amid a recording"
                 # Its guards would look at the functions that stand at the user's lines.
                 with torch._C._DisableAutocast():
@@ -100,6 +107,8 @@ class Graph:
                 open_slots(args, held)
                 held = None
             leaves = handles_of(args)
+            # The arguments of a call like the last one lie as those do.
+            self._require_apart(leaves)
             kind = _kind(leaves, session)
             plan = self._plans.get(kind, 0)
             if not isinstance(plan, Plan):
@@ -128,6 +137,11 @@ class Graph:
         except BaseException as error:
             drop_frames(error)
             raise
+
+    def _require_apart(self, leaves: Sequence[object]) -> None:
+        if self.apart and overlap(leaves):
+            self.why = "its arguments share memory, and it writes to some"
+            raise SharesMemory
 
     def compiled(self) -> str:
         """Ask the worker what the plan that was used last runs as: see `Program.compiled`. Blocks."""

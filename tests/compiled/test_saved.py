@@ -358,6 +358,7 @@ def _sum_and_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return (x * w).sum()
 
 
+@pytest.mark.filterwarnings("ignore:a graph that torch.compile has traced runs operator by operator")
 def test_arguments_that_share_memory_now_are_another_kind_of_call() -> None:
     run = torch.compile(_sum_and_product, backend="distruntime")
     for k in range(3 * CALLS):

@@ -24,6 +24,7 @@ from ..operators.proxies import AUTOCAST_KEY
 from ..session.session import active_session
 from ..tensors.tensor import DistributedTensor
 from .draws import install_draws
+from .places import constant_of, install_places
 
 _LAZY = re.compile(r"\blazy:(\d+)")
 _installed: list[bool] = []
@@ -45,7 +46,6 @@ def install_dynamo() -> None:
     when_imported("torch._dynamo.convert_frame", _cast_while_tracing)
     when_imported("torch._dynamo.trace_rules", _stay_out)
     when_imported("torch._dynamo.variables.builder", _take_proxies)
-    when_imported("torch._dynamo.variables.tensor", _name_places)
     when_imported("torch._functorch._aot_autograd.runtime_wrappers", _analyze)
     when_imported("torch._higher_order_ops.effects", _run_with_effects)
     when_imported("torch._higher_order_ops.auto_functionalize", _run_functionalized)
@@ -56,6 +56,7 @@ def install_dynamo() -> None:
     when_imported("torch.utils.checkpoint", _name_module)
     when_imported("torch._inductor.compile_fx", _take_compile_fx)
     install_draws()
+    install_places()
     _take_inductor(torch._TorchCompileInductorWrapper)
     _take_named(torch._TorchCompileWrapper)
 
@@ -182,12 +183,11 @@ def _take_proxies(module: ModuleType) -> None:
 
     def _wrap(self: Any, value: object) -> Any:
         if type(value) is Place:
-            # A graph would keep the text that it is as it prints. Places of two sessions may be equal, and
-            # have other numbers.
+            # Places of two sessions may be equal, and have other numbers.
             number = module.AttrSource(self.source, "number")
             self.install_guards(module.GuardBuilder.TYPE_MATCH)
             module.install_guard(number.make_guard(module.GuardBuilder.EQUALS_MATCH))
-            return module.ConstantVariable.create(value.device)
+            return constant_of(module.ConstantVariable, value)
         if type(value) is DistributedTensor and is_own(self.tx.output.compiler_fn):
             stands = self.source.guard_source
             # Before torch 2.12 it is a method.
@@ -328,19 +328,6 @@ def has_remote(graph: GraphModule, inputs: Sequence[object]) -> bool:
 
 def _as_it_is(self: DistributedTensor, metadata: object, kind: object = None) -> DistributedTensor:
     return self
-
-
-def _name_places(module: ModuleType) -> None:
-    """Have `x.device` in a traced function be the place's device, "remote:1", as it is outside."""
-    own = module.TensorVariable.specialize
-
-    def specialize(value: torch.Tensor) -> dict[str, Any]:
-        found: dict[str, Any] = own(value)
-        if found["device"].type in REMOTE_TYPES:
-            found["device"] = active_session().places.meant(found["device"]).device
-        return found
-
-    module.TensorVariable.specialize = staticmethod(specialize)
 
 
 def _name_module(module: ModuleType) -> None:
